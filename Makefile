@@ -1,0 +1,58 @@
+# Every target creates what it needs: a virtual environment in .venv, with pinned versions (requirements/).
+# A CPU-only machine elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gets the small build of torch.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOCAL_TESTS := not gpu and not multi_gpu and not slow
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test install wheel lint clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: $(VENV)/demo.stamp  ## one GRPO update of a real model, replicated and shared: equal, and how much faster
+	$(BIN)/python examples/policy_update.py $(ARGS)
+
+test: $(VENV)/test.stamp  ## the CPU tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(LOCAL_TESTS)" $(ARGS)
+
+install:  ## install into the Python that runs (CUDA library where a GPU is visible or FLASH_ATTN_CUDA_ARCHS is set)
+	$(PYTHON) -m pip install --no-build-isolation . $(ARGS)
+
+wheel: $(VENV)/dev.stamp  ## build dist/*.whl (CUDA library as for install)
+	$(BIN)/python -m build --wheel --no-isolation $(ARGS)
+
+lint: $(VENV)/dev.stamp  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:  ## remove what the other targets made, the environment too
+	rm -rf "$(VENV)" build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and by version, so that no resolver picks a newer one of several gigabytes; then this package without
+# CUDA and without isolation, so that it sees that torch.
+$(VENV)/base.stamp: pyproject.toml setup.py requirements/pins.txt
+	@echo "Creating $(VENV) with $(TORCH) (a few minutes, once)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)" "setuptools>=77" wheel
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(PIP) -c requirements/pins.txt --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/base.stamp requirements/tasks.txt requirements/demo-no-deps.txt
+	$(PIP) -c requirements/pins.txt transformers gguf accelerate matplotlib tqdm psutil -r requirements/tasks.txt
+	$(PIP) --no-deps -r requirements/demo-no-deps.txt
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp
+	$(PIP) -c requirements/pins.txt pytest pytest-xdist
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/test.stamp
+	$(PIP) -c requirements/pins.txt ruff mypy build ninja
+	@touch $@
