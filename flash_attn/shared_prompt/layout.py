@@ -1,0 +1,410 @@
+"""One packed batch of prompts and responses, described once: which rows form a segment, and which keys a segment sees.
+
+Rows of the pack are, group by group, the prompt's rows and then the rows of each of its responses; `segments` lists for every
+segment (q_begin, q_end, context_begin, context_end, k_begin, k_end) in absolute rows. Built from Python lengths once per
+micro-batch; attention, log-probs and adapters read its tensors and never the lengths again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+Boundary = Literal["fork", "shared"]
+_INT32_MAX = 2**31 - 1
+
+
+def _length(name: str, value: Any, minimum: int) -> int:
+    try:
+        length = (
+            value.__index__()
+        )  # ints, NumPy integers; a tensor on a GPU would synchronise, so tensors are refused
+    except (AttributeError, TypeError):
+        length = None
+    if length is None or isinstance(value, (bool, torch.Tensor)):
+        raise TypeError(f"{name} must be a Python int, got {type(value).__name__} {value!r}")
+    if length < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {length}")
+    return int(length)
+
+
+def _check_lengths(
+    prompt_lens: Sequence[int], response_lens: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    for name, value in (("prompt_lens", prompt_lens), ("response_lens", response_lens)):
+        if (
+            isinstance(value, torch.Tensor)
+            or not hasattr(value, "__len__")
+            or isinstance(value, (str, bytes))
+        ):
+            raise TypeError(f"{name} must be a sequence of Python ints, got {type(value).__name__}")
+    if len(prompt_lens) != len(response_lens):
+        raise ValueError(
+            f"response_lens must have one entry per prompt ({len(prompt_lens)}), got {len(response_lens)}"
+        )
+    prompts = tuple(_length(f"prompt_lens[{g}]", p, 1) for g, p in enumerate(prompt_lens))
+    responses = []
+    for g, lens in enumerate(response_lens):
+        if isinstance(lens, (torch.Tensor, str, bytes)) or not hasattr(lens, "__len__"):
+            raise TypeError(
+                f"response_lens[{g}] must be a sequence of Python ints, got {type(lens).__name__}"
+            )
+        if len(lens) == 0:
+            raise ValueError(
+                f"response_lens[{g}] must have at least one response (its length may be 0), got []"
+            )
+        responses.append(tuple(_length(f"response_lens[{g}][{i}]", r, 0) for i, r in enumerate(lens)))
+    return prompts, tuple(responses)
+
+
+def _segment_rows(
+    prompt_lens: tuple[int, ...], response_lens: tuple[tuple[int, ...], ...], fork: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Rows of the segment table, and per segment (group, first position, multiplicity, response length or -1)."""
+    table, facts, row = [], [], 0
+    for g, (prompt_len, lens) in enumerate(zip(prompt_lens, response_lens)):
+        context = (row, row + prompt_len - fork)
+        table.append((*context, *context, context[1], context[1]))
+        facts.append((g, 0, len(lens), -1))
+        row = context[1]
+        for response_len in lens:
+            end = row + fork + response_len
+            table.append((row, end, *context, row, end))
+            facts.append((g, prompt_len - fork, 1, response_len))
+            row = end
+    return table, facts
+
+
+def _pad(x: torch.Tensor, size: int, value: int = 0) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, size - x.numel()), value=value)
+
+
+def _build_tables(
+    prompt_lens: tuple[int, ...],
+    response_lens: tuple[tuple[int, ...], ...],
+    boundary: Boundary,
+    capacities: tuple[int, int] | None,
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the layout, on the CPU, padded to (max_segments, max_total) where these are given."""
+    fork = int(boundary == "fork")
+    table, facts = _segment_rows(prompt_lens, response_lens, fork)
+    segments = torch.tensor(table, dtype=torch.int64).reshape(-1, 6)
+    facts_table = torch.tensor(facts, dtype=torch.int64).reshape(-1, 4)
+    group, first_position, multiplicity, response_len = facts_table.unbind(1)
+    q_begin, q_len = segments[:, 0], segments[:, 1] - segments[:, 0]
+    segment_of_row = torch.repeat_interleave(q_len)
+    rows = torch.arange(segment_of_row.numel())
+    total = rows.numel()
+
+    is_response = response_len >= 0
+    lens = response_len[is_response]
+    cu_responses = _pad(lens.cumsum(0).flip(0), lens.numel() + 1).flip(0)
+    response_of_token = torch.repeat_interleave(lens)
+    offset = torch.arange(response_of_token.numel()) - cu_responses[response_of_token]
+    response_index = q_begin[is_response][response_of_token] + fork + offset
+    # With the shared boundary the last row of the prompt predicts the first token of each of its responses.
+    prompt_last = segments[is_response, 3][response_of_token] - 1
+    pred_index = response_index - 1 if fork else torch.where(offset == 0, prompt_last, response_index - 1)
+
+    num_segments, num_rows, num_tokens, num_responses = len(table), total, offset.numel(), lens.numel()
+    if capacities is not None:
+        num_segments, num_rows = capacities
+        num_tokens, num_responses = num_rows, num_segments
+    segments = torch.cat([segments, torch.full((num_segments - len(table), 6), total)]).int()
+    return {
+        "segments": segments,
+        "cu_seqlens": _pad(segments[:, 0], num_segments + 1, total),
+        "position_ids": _pad(first_position[segment_of_row] + rows - q_begin[segment_of_row], num_rows),
+        "multiplicity": _pad(multiplicity[segment_of_row], num_rows),
+        "group_of_segment": _pad(group, num_segments, max(len(prompt_lens) - 1, 0)),
+        "pred_index": _pad(pred_index, num_tokens),
+        "response_index": _pad(response_index, num_tokens),
+        "cu_responses": _pad(cu_responses, num_responses + 1, offset.numel()),
+    }
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)  # a pageable copy would wait for the GPU
+    return tensor.to(device)
+
+
+class SharedPromptLayout:
+    """Lengths, segments and index maps of one packed shared-prompt batch. Build with `from_lengths`.
+
+    Boundary `"fork"`: a group's context is prompt[0:P-1], and each of its segments is [last prompt token, R response
+    tokens]; every response token has its own predicting row. Boundary `"shared"`: the context is the whole prompt and each
+    segment the R response tokens; the prompt's last row predicts the first token of every response.
+
+    Immutable except through `copy_`. Device tensors (T = num_rows, S = num_segments; int32 unless noted):
+
+    - `segments` (S, 6): q_begin, q_end, context_begin, context_end, k_begin, k_end; per group first the prompt's segment
+      (its keys are its context, k is empty), then one segment per response. `segments_host` is the same table on the CPU.
+    - `cu_seqlens` (S + 1,): rows of the segments.
+    - `position_ids` (T,) int64: logical positions; the prompt counts from 0, each response goes on from the prompt's end.
+    - `multiplicity` (T,) int64: how many rows of the replicated batch a row stands for (N on shared rows, 1 elsewhere).
+    - `group_of_segment` (S,) int64.
+    - `pred_index`, `response_index` (num_response_tokens,) int64: for each response token, in pack order, the row whose
+      logits predict it and the row that holds it. `cu_responses` (num_responses + 1,) int64 delimits the responses.
+
+    With capacities (`max_segments`, `max_total`) the tensors have these sizes for every batch: surplus segments are empty,
+    rows behind `total` have position 0 and multiplicity 0, index maps are (max_total,) with zeros behind
+    `num_response_tokens`, and `max_seqlen_q`, `max_seqlen_k` are `max_total`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_plans",
+        "boundary",
+        "capacities",
+        "cu_responses",
+        "cu_seqlens",
+        "device",
+        "group_of_segment",
+        "max_seqlen_k",
+        "max_seqlen_q",
+        "multiplicity",
+        "num_groups",
+        "num_response_tokens",
+        "num_responses",
+        "num_rows",
+        "num_segments",
+        "position_ids",
+        "pred_index",
+        "prompt_lens",
+        "response_index",
+        "response_lens",
+        "segments",
+        "segments_host",
+        "total",
+    )  # fmt: skip
+    _tensor_names = (
+        "segments", "cu_seqlens", "position_ids", "multiplicity", "group_of_segment", "pred_index", "response_index",
+        "cu_responses",
+    )  # fmt: skip
+
+    prompt_lens: tuple[int, ...]
+    response_lens: tuple[tuple[int, ...], ...]
+    boundary: Boundary
+    device: torch.device
+    segments: torch.Tensor
+    segments_host: torch.Tensor
+    cu_seqlens: torch.Tensor
+    position_ids: torch.Tensor
+    multiplicity: torch.Tensor
+    group_of_segment: torch.Tensor
+    pred_index: torch.Tensor
+    response_index: torch.Tensor
+    cu_responses: torch.Tensor
+    num_groups: int
+    num_responses: int
+    num_response_tokens: int
+    num_segments: int
+    total: int
+    num_rows: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    capacities: tuple[int, int] | None
+    _plans: dict[tuple[Any, ...], list[torch.Tensor]]
+
+    def __init__(self) -> None:
+        raise TypeError("SharedPromptLayout must be built with SharedPromptLayout.from_lengths")
+
+    @classmethod
+    def from_lengths(
+        cls,
+        prompt_lens: Sequence[int],
+        response_lens: Sequence[Sequence[int]],
+        device: torch.device | str | int | None = None,
+        boundary: Boundary = "fork",
+        *,
+        max_segments: int | None = None,
+        max_total: int | None = None,
+    ) -> SharedPromptLayout:
+        """The layout of groups with prompts of `prompt_lens[g]` >= 1 tokens and responses of `response_lens[g][i]` >= 0 tokens.
+
+        Lengths are the caller's own, in tokens, the same for both boundaries. `max_segments` (prompts plus responses) and
+        `max_total` (rows) fix the sizes of all tensors, for `copy_`; give both or none. Raises TypeError for lengths that are
+        not Python ints, ValueError for lengths out of range and for batches that exceed a capacity.
+        """
+        if boundary not in get_args(Boundary):
+            raise ValueError(f'boundary must be "fork" or "shared", got {boundary!r}')
+        if (max_segments is None) != (max_total is None):
+            raise ValueError(
+                f"max_segments and max_total must be given together, got max_segments={max_segments}, max_total={max_total}"
+            )
+        capacities = None
+        if max_segments is not None and max_total is not None:
+            capacities = (_length("max_segments", max_segments, 0), _length("max_total", max_total, 0))
+            if capacities[1] > _INT32_MAX:
+                raise ValueError(f"max_total must be below 2**31, got {max_total}")
+        layout = object.__new__(cls)
+        layout._fill(*_check_lengths(prompt_lens, response_lens), boundary, capacities)
+        layout._set(device=torch.device("cpu"), _plans={})
+        return layout if device is None else layout.to(device)
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _fill(
+        self,
+        prompt_lens: tuple[int, ...],
+        response_lens: tuple[tuple[int, ...], ...],
+        boundary: Boundary,
+        capacities: tuple[int, int] | None,
+    ) -> None:
+        """Sets lengths, counts and CPU tensors."""
+        num_responses = sum(map(len, response_lens))
+        num_segments = len(prompt_lens) + num_responses
+        num_response_tokens = sum(map(sum, response_lens))
+        fork = int(boundary == "fork")
+        total = sum(prompt_lens) - fork * len(prompt_lens) + fork * num_responses + num_response_tokens
+        if total > _INT32_MAX:
+            raise ValueError(f"total must be below 2**31 rows, got {total}")
+        if capacities is not None:
+            for name, need, have in zip(("max_segments", "max_total"), (num_segments, total), capacities):
+                if need > have:
+                    raise ValueError(f"{name} must hold the batch: it needs {need}, got {name}={have}")
+        tables = _build_tables(prompt_lens, response_lens, boundary, capacities)
+        longest_q = [max(p - fork, fork + max(lens)) for p, lens in zip(prompt_lens, response_lens)]
+        longest_k = [p + max(lens) for p, lens in zip(prompt_lens, response_lens)]
+        self._set(
+            prompt_lens=prompt_lens,
+            response_lens=response_lens,
+            boundary=boundary,
+            capacities=capacities,
+            num_groups=len(prompt_lens),
+            num_responses=num_responses,
+            num_response_tokens=num_response_tokens,
+            num_segments=num_segments,
+            total=total,
+            num_rows=total if capacities is None else capacities[1],
+            max_seqlen_q=max(longest_q, default=0) if capacities is None else capacities[1],
+            max_seqlen_k=max(longest_k, default=0) if capacities is None else capacities[1],
+            segments_host=tables["segments"],
+            **tables,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"SharedPromptLayout is immutable (use copy_ or build a new one), cannot set {name!r}"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"SharedPromptLayout is immutable, cannot delete {name!r}")
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = True) -> SharedPromptLayout:
+        """This layout with its tensors on `device`: itself when it is already there, else a copy with an empty plan cache."""
+        target = torch.empty(0, device=device).device  # gives "cuda" its index
+        if target == self.device:
+            return self
+        layout = object.__new__(type(self))
+        layout._set(
+            **{name: getattr(self, name) for name in self.__slots__ if name not in ("_plans", "__weakref__")}
+        )
+        layout._set(
+            **{name: _move(getattr(self, name), target) for name in self._tensor_names},
+            device=target,
+            _plans={},
+        )
+        # copy_ writes the host table too, so every layout owns its own.
+        layout._set(segments_host=layout.segments if target.type == "cpu" else self.segments_host.clone())
+        return layout
+
+    def copy_(self, other: SharedPromptLayout) -> SharedPromptLayout:
+        """Takes over `other`'s lengths in place: the tensors, and the plans built so far, keep their addresses.
+
+        For CUDA graphs: shapes depend on this layout's capacities only. `other` may live on any device and have any
+        capacities, but the same boundary. Nothing is changed when an error is raised.
+        """
+        if not isinstance(other, SharedPromptLayout):
+            raise TypeError(f"other must be a SharedPromptLayout, got {type(other).__name__}")
+        if self.capacities is None:
+            raise ValueError(
+                "copy_ must be called on a layout built with max_segments and max_total, got none"
+            )
+        if other.boundary != self.boundary:
+            raise ValueError(f'other.boundary must be "{self.boundary}", got "{other.boundary}"')
+        source = object.__new__(type(self))
+        source._fill(other.prompt_lens, other.response_lens, self.boundary, self.capacities)
+        for name in self._tensor_names:
+            getattr(self, name).copy_(_move(getattr(source, name), self.device))
+        if self.segments_host is not self.segments:
+            self.segments_host.copy_(source.segments_host)
+        for name in (
+            "prompt_lens",
+            "response_lens",
+            "num_groups",
+            "num_responses",
+            "num_response_tokens",
+            "num_segments",
+            "total",
+        ):
+            self._set(**{name: getattr(source, name)})
+        for key, tensors in self._plans.items():
+            for old, new in zip(tensors, self._build_plan(*key[:4]), strict=True):
+                old.copy_(new)
+        return self
+
+    def plan(
+        self,
+        *,
+        head_dim: int,
+        dtype: torch.dtype,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> list[torch.Tensor]:
+        """The attention ops' `plan` for this layout: built on first use, then cached. Empty unless the CUDA library runs.
+
+        Layers of different head dim or window (Gemma) each have their own. No device synchronisation.
+        """
+        from flash_attn import backend
+
+        key = (head_dim, dtype, bool(causal), (int(window_size[0]), int(window_size[1])), backend())
+        if key not in self._plans:
+            self._plans[key] = self._build_plan(*key[:4])
+        return self._plans[key]
+
+    def _build_plan(
+        self, head_dim: int, dtype: torch.dtype, causal: bool, window_size: tuple[int, int]
+    ) -> list[torch.Tensor]:
+        from flash_attn._ops import plan_for
+
+        return plan_for(self, head_dim=head_dim, dtype=dtype, causal=causal, window_size=window_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Rebuilt from lengths: a copy owns its tensors, because copy_ may change the original's.
+        return _rebuild, (
+            self.prompt_lens,
+            self.response_lens,
+            str(self.device),
+            self.boundary,
+            self.capacities,
+        )
+
+    def __repr__(self) -> str:
+        capacities = (
+            "" if self.capacities is None else ", max_segments={}, max_total={}".format(*self.capacities)
+        )
+        responses = self.response_lens if self.num_responses <= 32 else f"<{self.num_responses} responses>"
+        prompts = self.prompt_lens if self.num_groups <= 32 else f"<{self.num_groups} prompts>"
+        return (
+            f"SharedPromptLayout(prompt_lens={prompts}, response_lens={responses}, boundary={self.boundary!r}, "
+            f"total={self.total}, device={str(self.device)!r}{capacities})"
+        )
+
+
+def _rebuild(
+    prompt_lens: tuple[int, ...],
+    response_lens: tuple[tuple[int, ...], ...],
+    device: str,
+    boundary: Boundary,
+    capacities: tuple[int, int] | None,
+) -> SharedPromptLayout:
+    max_segments, max_total = capacities if capacities is not None else (None, None)
+    return SharedPromptLayout.from_lengths(
+        prompt_lens, response_lens, device, boundary, max_segments=max_segments, max_total=max_total
+    )
