@@ -12,6 +12,12 @@ namespace flash_attn {
 
 constexpr int kBlockRows = 64;  // granularity of the packed query grid: BlockSpan, dQ accumulator, backward row tiles
 
+// Every arch's tiles.h returns one from `constexpr TileSizes tile_sizes(int head_dim)`; the plan is built for it.
+struct TileSizes {
+    int fwd_block_m;  // most rows of a QueryItem (forward and dQ pass)
+    int bwd_block_n;  // most keys of a KeyItem
+};
+
 // Keys that one packed query row sees. Absolute rows of the context and the decoded tensor; empty means begin >= end.
 struct RowSpan {
     int context_begin, context_end;
@@ -19,7 +25,8 @@ struct RowSpan {
 };
 
 // Keys that a set of rows sees in one region: some row sees [begin, end), every row sees [full_begin, full_end).
-// A key tile inside the full interval needs no mask; one outside [begin, end) is skipped.
+// A key tile inside the full interval needs no mask; one outside [begin, end) is skipped. Rows that see nothing do not
+// widen [begin, end) but empty the full interval, which is then [begin, begin). No key at all: four zeros.
 struct KeySpan {
     int begin, full_begin, full_end, end;
 };
@@ -45,7 +52,8 @@ struct KeyItem {
     int key_begin, num_keys;
     int row_begin, row_end;
     int cost;
-    int split;  // < 0: the item owns its keys and writes dk, dv. >= 0: writes fp32 partials of this split
+    int split;  // < 0: the item owns its keys and writes dk, dv. >= 0: writes fp32 partials of this split (zeros where
+                // its row range is empty); then all num_splits splits of these keys are in the list. Context only.
     int reserved;
 };
 
@@ -111,7 +119,8 @@ struct BwdParams {
     float* lse_log2;        // lse * log2(e); +inf where the row sees no key (P becomes 0) and in the padding
     float* dout_dot_out;    // D; 0 in the padding
     float* dq_accum;        // (heads of the chunk, rows_padded, kernel head dim) fp32, opaque order inside a 64-row block
-    float* dk_partial;      // (num_splits, total_context, num_heads_k, kernel head dim) fp32, or null
+    float* dk_partial;      // (num_splits, total_context, num_heads_k, kernel head dim) fp32, or null; rows are context
+                            // rows (rows of k where the context lies inside k: total_context = total_k then)
     float* dv_partial;
     int64_t rows_padded;
     int num_splits;
