@@ -1,0 +1,99 @@
+"""Which implementation runs: the CUDA library ("cuda-sm90a", "cuda-sm80"), "composed" or "cpu". Nothing is loaded on import.
+
+    FLASH_ATTN_BACKEND=cuda|composed   forces one on GPU tensors ("cuda" raises where the library does not run)
+    FLASH_ATTN_FORCE_ARCH=80           runs the sm_80 kernels on newer GPUs
+CPU tensors always run on the CPU implementation.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger("flash_attn")
+
+_CHOICES = ("", "cuda", "composed")
+
+
+@functools.lru_cache(maxsize=1)
+def _load_library() -> str | None:
+    """Load the compiled library once. None when it is there, else the reason why not."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    paths = sorted(glob.glob(os.path.join(folder, "_C*.so")) + glob.glob(os.path.join(folder, "lib*.so")))
+    if not paths:
+        return f"the compiled library is not built (no _C*.so in {folder})"
+    try:
+        for path in paths:
+            torch.ops.load_library(path)
+    except OSError as error:
+        return f"the compiled library does not load: {error}"
+    missing = [name for name in ("plan", "fwd", "bwd") if not hasattr(torch.ops.flash_attn_cuda, name)]
+    if missing:
+        return f"{paths} do not define torch.ops.flash_attn_cuda.{{{','.join(missing)}}}"
+    return None
+
+
+def _library_arch(device_index: int) -> tuple[str | None, str | None]:
+    """("sm90a" or "sm80", None), or (None, why the library does not run on this GPU)."""
+    reason = _load_library()
+    if reason is not None:
+        return None, reason
+    major, minor = torch.cuda.get_device_capability(device_index)
+    if major < 8:
+        return None, f"GPUs before sm_80 are not supported, got sm_{major}{minor}"
+    forced = os.environ.get("FLASH_ATTN_FORCE_ARCH", "")
+    if forced not in ("", "80", "90"):
+        raise ValueError(f"FLASH_ATTN_FORCE_ARCH must be 80 or 90, got {forced!r}")
+    return ("sm90a" if major == 9 and forced != "80" else "sm80"), None
+
+
+def why_unavailable() -> str | None:
+    """Why the compiled GPU library cannot run here, or None when it can. Loads the library on first use."""
+    if torch.version.cuda is None:
+        return "torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch.cuda.is_available() is False"
+    return _library_arch(torch.cuda.current_device())[1]
+
+
+def is_available() -> bool:
+    """True when the compiled GPU library runs on the current device. CPU and composed backends need no library."""
+    return why_unavailable() is None
+
+
+def backend(device: torch.device | str | None = None) -> str:
+    """The implementation that runs for tensors on `device` (default: the current GPU where there is one, else the CPU).
+
+    "cuda-sm90a" | "cuda-sm80" (the compiled library), "composed" (torch's own FlashAttention-2, merged by LSE) or "cpu".
+    Raises ValueError for an unknown FLASH_ATTN_BACKEND, RuntimeError when it forces "cuda" and the library does not run.
+    """
+    if device is None:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    choice = os.environ.get("FLASH_ATTN_BACKEND", "")
+    if choice not in _CHOICES:
+        raise ValueError(f"FLASH_ATTN_BACKEND must be 'cuda' or 'composed', got {choice!r}")
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise NotImplementedError(f"flash_attn runs on CPU and CUDA devices, got {device.type}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _gpu_backend(index, choice, os.environ.get("FLASH_ATTN_FORCE_ARCH", ""))
+
+
+@functools.lru_cache(maxsize=None)
+def _gpu_backend(device_index: int, choice: str, force_arch: str) -> str:
+    """Decided (and logged) once per device and setting, so that a call costs one look-up."""
+    if choice == "composed":
+        chosen, reason = "composed", "FLASH_ATTN_BACKEND=composed"
+    else:
+        arch, why = _library_arch(device_index)
+        if arch is None and choice == "cuda":
+            raise RuntimeError(f"FLASH_ATTN_BACKEND=cuda, but {why}")
+        chosen, reason = (f"cuda-{arch}", "compiled library") if arch else ("composed", str(why))
+    logger.info("flash_attn backend on cuda:%d is %s (%s)", device_index, chosen, reason)
+    return chosen

@@ -1,0 +1,159 @@
+"""The two ops of this package, their schemas, shapes (fake), gradients and dispatch; everything public ends here.
+
+    torch.ops.flash_attn.fwd -> out, lse          torch.ops.flash_attn.bwd -> dq, dk, dv, dk_context, dv_context
+
+`segments` int32 (S, 6): q_begin, q_end, context_begin, context_end, k_begin, k_end describes every mask (see
+`flash_attn/_pieces.py`). Call path: flash_attn_interface.py -> here -> cpu.py | composed.py | the compiled library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn._backend import backend
+
+_BATCH = (
+    "Tensor segments, Tensor? segments_host, Tensor[] plan, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, bool deterministic"
+)
+_FWD = f"(Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, {_BATCH}) -> (Tensor out, Tensor lse)"
+_BWD = (
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, Tensor out, Tensor lse, "
+    f"{_BATCH}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_context, Tensor dv_context)"
+)
+_NUM_FWD_ARGS = 16
+
+_library = torch.library.Library("flash_attn", "FRAGMENT")  # noqa: TOR901 (lives as long as the process)
+try:
+    _library.define("fwd" + _FWD, tags=torch.Tag.pt2_compliant_tag)
+    _library.define("bwd" + _BWD, tags=torch.Tag.pt2_compliant_tag)
+except RuntimeError as error:
+    raise ImportError(
+        "torch.ops.flash_attn.fwd is already defined in this process: another copy of this package (or another package "
+        f"that uses the same operator names) was imported before {__file__}. Import one of them only. ({error})"
+    ) from error
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("flash_attn::fwd", lib=_library)
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    total_q, num_heads, _head_dim = q.shape
+    return q.new_empty(total_q, num_heads, v.shape[-1]), q.new_empty(num_heads, total_q, dtype=_lse_dtype(q))
+
+
+@torch.library.register_fake("flash_attn::bwd", lib=_library)
+def _bwd_fake(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None, v_context: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def dense(x: Tensor | None, like: Tensor) -> Tensor:
+        return like.new_empty(like.shape if x is None else x.shape) if x is not None else like.new_empty(0, *like.shape[1:])
+
+    return dense(q, q), dense(k, k), dense(v, v), dense(k_context, k), dense(v_context, v)
+
+
+@torch.library.impl("flash_attn::fwd", "cpu", lib=_library)
+def _fwd_cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    from flash_attn import cpu
+
+    with torch.autocast("cpu", enabled=False):
+        return cpu.forward(*args[:6], *args[10:15])
+
+
+@torch.library.impl("flash_attn::bwd", "cpu", lib=_library)
+def _bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
+    from flash_attn import cpu
+
+    with torch.autocast("cpu", enabled=False):
+        return cpu.backward(*args[:10], *args[14:19])
+
+
+@torch.library.impl("flash_attn::fwd", "cuda", lib=_library)
+def _fwd_cuda(*args: Any) -> tuple[Tensor, Tensor]:
+    if backend(args[0].device) != "composed":
+        return torch.ops.flash_attn_cuda.fwd(*args)
+    from flash_attn import composed
+
+    return composed.forward(*args)
+
+
+@torch.library.impl("flash_attn::bwd", "cuda", lib=_library)
+def _bwd_cuda(*args: Any) -> tuple[Tensor, ...]:
+    if backend(args[2].device) != "composed":
+        return torch.ops.flash_attn_cuda.bwd(*args)
+    from flash_attn import composed
+
+    return composed.backward(*args)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, k_context, v_context, segments, segments_host, plan, *ctx.numbers = inputs
+    ctx.set_materialize_grads(False)
+    ctx.num_plan = len(plan)
+    ctx.save_for_backward(q, k, v, k_context, v_context, *output, segments, segments_host, *plan)
+
+
+def _fwd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, k_context, v_context, out, lse, segments, segments_host, *plan = ctx.saved_tensors
+    rest = [None] * 2 + [[None] * ctx.num_plan] + [None] * (_NUM_FWD_ARGS - 8)
+    if dout is None and dlse is None:
+        return (None, None, None, None, None, *rest)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = torch.ops.flash_attn.bwd(
+        dout, dlse, q, k, v, k_context, v_context, out, lse, segments, segments_host, plan, *ctx.numbers
+    )
+    return (*(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[:5], strict=True)), *rest)
+
+
+torch.library.register_autograd("flash_attn::fwd", _fwd_backward, setup_context=_setup_context, lib=_library)
+
+
+def _bwd_backward(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError("flash_attn: double backward (a gradient of a gradient) is not supported")
+
+
+torch.library.register_autograd("flash_attn::bwd", _bwd_backward, lib=_library)
+
+
+def plan_tables(
+    segments: Tensor,
+    total_q: int,
+    total_k: int,
+    total_context: int | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> list[Tensor]:
+    """Tables for the CUDA kernels, built on the GPU without a sync; [] where another backend runs.
+
+    [row_span (total_q, 4), block_span (ceil(total_q / 64), 8), query_items (n, 12), key_items (m, 8)], int32.
+    `total_context` None: context intervals are rows of k itself.
+    """
+    if segments.device.type != "cuda" or backend(segments.device) == "composed":
+        return []
+    return list(
+        torch.ops.flash_attn_cuda.plan(
+            segments, total_q, total_k, total_context, max_seqlen_q, max_seqlen_k, head_dim, dtype, causal, *window_size
+        )
+    )
+
+
+def plan_for(
+    layout: Any, *, head_dim: int, dtype: torch.dtype, causal: bool = True, window_size: tuple[int, int] = (-1, -1)
+) -> list[Tensor]:
+    """`plan_tables` of a packed shared-prompt layout (`layout.plan` caches the result)."""
+    rows = layout.num_rows
+    return plan_tables(
+        layout.segments, rows, rows, None, layout.max_seqlen_q, layout.max_seqlen_k,
+        head_dim=head_dim, dtype=dtype, causal=causal, window_size=window_size,
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""Argument checks of the public functions, done once at the boundary. Form: "{name} must {rule}, got {value}".
+
+Shapes, dtypes and devices are always checked. Values of tensors are checked where reading them needs no device sync (on
+the CPU), and on GPUs with FLASH_ATTN_CHECK=1. Nothing here runs on tensor values under torch.compile (the ops check again).
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = {"cuda": 512}
+
+
+def values_are_read(x: Tensor) -> bool:
+    """True where the values of `x` may be looked at: never while tracing, on GPUs only with FLASH_ATTN_CHECK=1."""
+    if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
+        return False
+    return x.device.type == "cpu" or os.environ.get("FLASH_ATTN_CHECK", "0") == "1"
+
+
+def qkv(q: Tensor, k: Tensor, v: Tensor, num_dims: int, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+    """q (..., H, D), k (..., Hk, D), v (..., Hk, Dv <= D) of one dtype and device; H a multiple of Hk."""
+    rows = "batch, seqlen" if num_dims == 4 else "total"
+    shapes = [f"({rows}_q, num_heads, head_dim)"] + [f"({rows}_k, num_heads_k, head_dim)"] * 2
+    if num_dims == 4:
+        shapes = [s.replace("batch_q", "batch").replace("batch_k", "batch") for s in shapes]
+    for name, x, shape in zip(names, (q, k, v), shapes, strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != num_dims:
+            raise ValueError(f"{name} must be {shape}, got {list(x.shape)}")
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on {names[0]}'s device {q.device}, got {x.device}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have {names[0]}'s dtype {q.dtype}, got {x.dtype}")
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(f"flash_attn runs on CPU and CUDA devices, got {q.device.type}")
+    if q.device.type == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"{names[0]} must be float16 or bfloat16 on CUDA devices, got {q.dtype}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"{names[2]} must have {names[1]}'s rows and heads {list(k.shape[:-1])}, got {list(v.shape)}")
+    if num_dims == 4 and q.shape[0] != k.shape[0]:
+        raise ValueError(f"{names[1]} must have {names[0]}'s batch size {q.shape[0]}, got {list(k.shape)}")
+    num_heads, num_heads_k = q.shape[-2], k.shape[-2]
+    if num_heads_k == 0 or num_heads % num_heads_k:
+        raise ValueError(f"{names[0]} must have a multiple of {names[1]}'s {num_heads_k} heads, got {num_heads}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{names[1]} must have {names[0]}'s head_dim {q.shape[-1]}, got {k.shape[-1]}")
+    if not 0 < v.shape[-1] <= q.shape[-1]:
+        raise ValueError(f"{names[2]} must have a head_dim of 1 to {q.shape[-1]} (that of {names[0]}), got {v.shape[-1]}")
+    limit = MAX_HEAD_DIM.get(q.device.type)
+    if limit is not None and q.shape[-1] > limit:
+        raise NotImplementedError(f"head_dim must be at most {limit} on CUDA devices, got {q.shape[-1]}")
+
+
+def options(
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> None:
+    """Values of the options; refuses by name what is not supported."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if dropout_p > 0.0:
+        raise NotImplementedError(f"dropout is not supported: dropout_p must be 0.0, got {dropout_p}")
+    if alibi_slopes is not None:
+        raise NotImplementedError("ALiBi is not supported: alibi_slopes must be None")
+    if block_table is not None:
+        raise NotImplementedError("paged keys are not supported: block_table must be None")
+    if softcap < 0.0:
+        raise ValueError(f"softcap must be >= 0, got {softcap}")
+    if len(window_size) != 2:
+        raise ValueError(f"window_size must be (left, right), got {window_size!r}")
+
+
+def cu_seqlens(name: str, x: Tensor, device: torch.device, total: int | None = None, max_seqlen: tuple[str, int] | None = None) -> None:
+    """int32 (batch + 1,) on `device`; where values are read: starts at 0, never falls, ends at or before `total`,
+
+    and no sequence is longer than `max_seqlen` (its name, its value)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {x.dtype}")
+    if x.dim() != 1 or x.shape[0] < 2:
+        raise ValueError(f"{name} must be (batch + 1,) with batch >= 1, got {list(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+    if not values_are_read(x):
+        return
+    values = x.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {_short(values)}")
+    longest = max(b - a for a, b in zip(values, values[1:], strict=False))
+    if any(b < a for a, b in zip(values, values[1:], strict=False)):
+        raise ValueError(f"{name} must not decrease, got {_short(values)}")
+    if total is not None and values[-1] > total:
+        raise ValueError(f"{name} must end at or before the {total} rows it describes, got {_short(values)}")
+    if max_seqlen is not None and longest > max_seqlen[1]:
+        raise ValueError(f"{max_seqlen[0]} must be at least the longest sequence ({longest}), got {max_seqlen[1]}")
+
+
+def sinks(x: Tensor | None, q: Tensor) -> None:
+    """Sink logits: floating point (num_heads,) on q's device."""
+    if x is None:
+        return
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"sinks must be a floating point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    if x.shape != (q.shape[-2],):
+        raise ValueError(f"sinks must be (num_heads,) = ({q.shape[-2]},), got {list(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"sinks must be on q's device {q.device}, got {x.device}")
+
+
+def length(name: str, x: int) -> None:
+    """A non-negative Python int (or a symbolic one while tracing)."""
+    if isinstance(x, bool) or not isinstance(x, int | torch.SymInt):
+        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+    if x < 0:
+        raise ValueError(f"{name} must be >= 0, got {x}")
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 16 else f"[{', '.join(map(str, values[:8]))}, ..., {values[-1]}]"
