@@ -1,0 +1,136 @@
+"""The one tolerance rule of all numerical tests.
+
+    max|x - ref| <= 2 max|low - ref| + one rounding of max|ref|      and      ||x - ref|| <= 1.5 ||low - ref||
+
+`ref` is computed in fp64 (or fp32) from the same inputs, `low` is `reference.attention(..., low=True)`: scores, softmax
+and lse in fp32, with inputs, P, dS and outputs rounded to the input dtype. Both bounds hold for out, lse and each gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn import reference
+
+
+def violation(x: Tensor, low: Tensor, ref: Tensor, dtype: torch.dtype | None = None) -> str | None:
+    """What breaks the rule, or None. `dtype`: the one whose rounding counts (default x's)."""
+    if x.shape != ref.shape:
+        return f"shape {list(x.shape)} instead of {list(ref.shape)}"
+    dtype = x.dtype if dtype is None else dtype
+    x, low, ref = x.double(), low.double(), ref.double()
+    infinite = torch.isinf(ref)
+    if not torch.equal(torch.isinf(x), infinite) or not torch.equal(x[infinite], ref[infinite]):
+        return "infinities at other places than the reference's"
+    if torch.isnan(x).any():
+        return f"{int(torch.isnan(x).sum())} NaN of {x.numel()}"
+    x, low, ref = x[~infinite], low[~infinite], ref[~infinite]
+    if ref.numel() == 0:
+        return None
+    largest, allowed = (x - ref).abs().max(), 2 * (low - ref).abs().max()
+    rounding = torch.finfo(dtype).eps / 2 * ref.abs().max()
+    if largest > allowed + rounding:
+        return f"max error {largest:.3e} > 2 * max error of low {allowed:.3e} + one rounding {rounding:.3e}"
+    norm, norm_low = (x - ref).norm(), (low - ref).norm()
+    # The norm's floor: the rounding of a tensor that low happens to hit exactly (one key, all zeros).
+    floor = torch.finfo(dtype).eps / 2 * ref.norm()
+    if norm > max(1.5 * norm_low, floor):
+        return f"error norm {norm:.3e} > 1.5 * that of low {norm_low:.3e} (floor {floor:.3e})"
+    return None
+
+
+def assert_close(name: str, x: Tensor, low: Tensor, ref: Tensor, dtype: torch.dtype | None = None) -> None:
+    """The rule above, with the tensor's name in the message."""
+    problem = violation(x, low, ref, dtype)
+    assert problem is None, f"{name}: {problem}"
+
+
+@dataclass
+class Case:
+    """One attention problem over segments: sizes, options and seeded inputs."""
+
+    segments: Sequence[Sequence[int]]
+    total_q: int
+    total_k: int
+    total_context: int | None = None
+    num_heads: int = 4
+    num_heads_k: int = 2
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    causal: bool = True
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+    sinks: bool = False
+    with_dlse: bool = False
+    scale_q: float = 1.0
+    seed: int = 0
+    tensors: dict[str, Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+        def make(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
+
+        self.tensors["q"] = make(self.total_q, self.num_heads, self.head_dim) * self.scale_q
+        self.tensors["k"] = make(self.total_k, self.num_heads_k, self.head_dim)
+        self.tensors["v"] = make(self.total_k, self.num_heads_k, head_dim_v)
+        if self.total_context is not None:
+            self.tensors["k_context"] = make(self.total_context, self.num_heads_k, self.head_dim)
+            self.tensors["v_context"] = make(self.total_context, self.num_heads_k, head_dim_v)
+        if self.sinks:
+            self.tensors["sinks"] = torch.randn(self.num_heads, generator=generator).to(self.device)
+        self.dout = make(self.total_q, self.num_heads, head_dim_v)
+        self.dlse = torch.randn(self.num_heads, self.total_q, generator=generator).to(self.device)
+        self.table = torch.tensor([list(row) for row in self.segments], dtype=torch.int32).reshape(-1, 6)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+        }
+
+
+def run(case: Case, attend: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """out, lse and every gradient of `attend(**tensors)` with inputs cast to `dtype`."""
+    inputs = {
+        name: x.detach().to(x.dtype if name == "sinks" and dtype != torch.float64 else dtype).requires_grad_()
+        for name, x in case.tensors.items()
+    }
+    out, lse = attend(**inputs)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    outputs, grads = [out], [case.dout.to(out.dtype)]
+    if case.with_dlse:
+        outputs.append(lse)
+        grads.append(case.dlse.to(lse.dtype).masked_fill(torch.isinf(lse), 0.0))
+    for name, grad in zip(inputs, torch.autograd.grad(outputs, list(inputs.values()), grads), strict=True):
+        results["d" + name] = grad
+    return results
+
+
+def check(case: Case, attend: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """`attend(q=, k=, v=[, k_context=, v_context=, sinks=]) -> out, lse (H, total_q)` obeys the rule on this case."""
+    results = run(case, attend, case.dtype)
+
+    def referee(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.attention(**tensors, segments=case.table, **case.options)
+
+    def low(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.attention(**tensors, segments=case.table, **case.options, low=True)
+
+    ref = run(case, referee, torch.float64)
+    yardstick = run(case, low, case.dtype)
+    for name, x in results.items():
+        assert_close(f"{name} of {case}", x, yardstick[name], ref[name], case.dtype if name != "lse" else torch.float32)
