@@ -1,0 +1,338 @@
+"""The attention function registered in transformers: out = softmax(scale q k^T + mask) v, by the ops of this package.
+
+Called by every attention layer with q (B, H, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, Dv); picks, per call, the shared-prompt
+op (a layout came as a kwarg), varlen attention (padding or packed sequences) or dense attention. Head dim, scale, window,
+softcap and sinks are this call's own, so models may mix them. What cannot be computed is refused by name.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_shared_prompt_func, flash_attn_varlen_func
+from flash_attn.integrations import _transformers_receipt as receipts
+from flash_attn.integrations._transformers_rope import check_rope
+from flash_attn.shared_prompt.layout import SharedPromptLayout
+
+_ABSENT: Any = object()
+_VARLEN_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+# Arguments that do not change what attention computes, or that were used before it.
+_HARMLESS = frozenset({
+    *_VARLEN_NAMES, "position_ids", "use_cache", "cache_position", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "return_dict", "logits_to_keep", "layer_idx", "deterministic", "dualkv_aux_weighted",
+})  # fmt: skip
+_REFUSED = {
+    "output_attentions": "attention probabilities are never stored",
+    "head_mask": "head masks",
+    "layer_head_mask": "head masks",
+    "position_bias": "additive position biases",
+    "alibi": "additive position biases",
+    "cache": "paged caches (continuous batching)",
+    "block_table": "paged caches (continuous batching)",
+    "encoder_hidden_states": "cross attention",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+}
+
+
+class _Options(NamedTuple):
+    """What one layer asks for, in this package's terms."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    sinks: torch.Tensor | None
+    deterministic: bool
+
+
+def dualkv_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = _ABSENT,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    dualkv_layout: SharedPromptLayout | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer: (B, Lq, H, Dv), and None for the probabilities. Keys and values are not repeated for GQA.
+
+    `sliding_window` counts the row itself, in positions of its own sequence. `s_aux` (H,) are sink logits. Raises
+    NotImplementedError for dropout, attention probabilities, biases, 4-D masks, cross attention and arguments that are not
+    known here; ValueError for arguments that contradict each other.
+    """
+    _refuse_unknown(module, dropout, kwargs)
+    receipts.record(module, dualkv_layout)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    window = _window(module, sliding_window, causal, k.shape[1])
+    deterministic = bool(kwargs.get("deterministic") or torch.are_deterministic_algorithms_enabled())
+    options = _Options(scaling, bool(causal), window, softcap or 0.0, s_aux, deterministic)
+    if dualkv_layout is not None:
+        return _shared_prompt(module, q, k, v, attention_mask, dualkv_layout, options, kwargs), None
+    if not (attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() in (2, 5))):
+        shape = list(getattr(attention_mask, "shape", ()))
+        raise NotImplementedError(
+            f"dualkv attention takes 2-D padding masks, got an attention_mask of type {type(attention_mask).__name__} {shape}"
+        )
+    if not options.causal and q.shape[1] != k.shape[1]:
+        raise NotImplementedError(f"cross attention is not supported: {q.shape[1]} queries, {k.shape[1]} keys, not causal")
+    if attention_mask is not None and (attention_mask.dim() == 2 or attention_mask.dtype == torch.bool):
+        return _padded(q, k, v, attention_mask, options, kwargs), None
+    bounds = _sequence_bounds(q, k, attention_mask, kwargs)
+    if bounds is not None:
+        return _varlen(q, k, v, *bounds, options), None
+    return _dense(q, k, v, options), None
+
+
+def _refuse_unknown(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise NotImplementedError(f"attention dropout is not supported, got dropout={dropout}: set it to 0 or call model.eval()")
+    config = getattr(module, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or getattr(module, "is_cross_attention", False):
+        raise NotImplementedError(f"cross attention and encoder-decoder models are not supported, got {type(module).__name__}")
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise NotImplementedError(f"output_attentions is not supported: {_REFUSED['output_attentions']}")
+    for name, value in kwargs.items():
+        if name in _HARMLESS or value is None or value is False:
+            continue
+        if name in _REFUSED:
+            raise NotImplementedError(f"{name} is not supported: {_REFUSED[name]}")
+        raise NotImplementedError(f"dualkv attention does not know the argument {name!r}, so it does not ignore it")
+
+
+def _window(module: torch.nn.Module, sliding_window: Any, causal: bool, num_keys: int) -> tuple[int, int]:
+    if sliding_window is _ABSENT:
+        config = getattr(module, "config", None)
+        layer_types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+        if layer_types and index is not None and index < len(layer_types):
+            slides = layer_types[index] != "full_attention"
+        else:
+            slides = getattr(config, "sliding_window", None) is not None
+        if slides and getattr(config, "use_sliding_window", True):
+            raise NotImplementedError(f"{type(module).__name__} has a sliding window but does not tell attention its size")
+        return -1, -1
+    if sliding_window is None or sliding_window >= num_keys:
+        return -1, -1
+    if sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1 (the row itself), got {sliding_window}")
+    if not causal:
+        raise NotImplementedError("sliding windows of modules that are not causal are not supported: their size is ambiguous")
+    return sliding_window - 1, 0
+
+
+def _shared_prompt(
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    layout: SharedPromptLayout,
+    options: _Options,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    if not isinstance(layout, SharedPromptLayout):
+        raise TypeError(f"dualkv_layout must be a SharedPromptLayout, got {type(layout).__name__}")
+    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+        raise ValueError(
+            "a shared-prompt pack must be one row without cached keys (use_cache=False), got "
+            f"{q.shape[0]} rows, {q.shape[1]} queries, {k.shape[1]} keys"
+        )
+    if not options.causal:
+        raise NotImplementedError(f"a shared-prompt pack needs causal attention, {type(module).__name__} is not causal")
+    # The row ids that `dualkv_mask` makes of the pack's position ids say less than the layout; anything else says more.
+    if attention_mask is not None and not (attention_mask.dim() == 5 and attention_mask.dtype == torch.int64):
+        raise NotImplementedError(
+            "a shared-prompt pack takes no attention_mask other than ones (or the multiplicity, for MoE auxiliary losses), "
+            f"got {attention_mask.dtype} {list(attention_mask.shape)}"
+        )
+    given = [name for name in _VARLEN_NAMES if kwargs.get(name) is not None]
+    if given:
+        raise ValueError(f"a shared-prompt pack must come without {given[0]}: its layout describes the sequences")
+    weighted = kwargs.get("dualkv_aux_weighted", False)
+    wants_router = kwargs.get("output_router_logits") or getattr(module.config, "output_router_logits", False)
+    if wants_router and not weighted:
+        raise NotImplementedError(
+            "output_router_logits with a shared-prompt pack: the auxiliary loss would count each prompt once. Call "
+            "packed_forward, or pass attention_mask=multiplicity_mask(layout) and dualkv_aux_weighted=True"
+        )
+    check_rope(module.config, layout)
+    out = flash_attn_shared_prompt_func(
+        q[0], k[0], v[0], layout,
+        softmax_scale=options.softmax_scale, window_size=options.window_size, softcap=options.softcap,
+        sinks=options.sinks, deterministic=options.deterministic,
+    )  # fmt: skip
+    return out.unsqueeze(0)
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
+    arguments = options._asdict()
+    sinks = arguments.pop("sinks")
+    if sinks is None:
+        return flash_attn_func(q, k, v, **arguments)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **arguments)
+    return _apply_sinks(out, lse.transpose(1, 2), sinks)
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    options: _Options,
+) -> torch.Tensor:
+    """q (B, Lq, H, D) or (total_q, H, D), likewise k and v; the result has q's leading dimensions."""
+    arguments = options._asdict()
+    sinks = arguments.pop("sinks")
+    flat = [x.flatten(0, -3) for x in (q, k, v)]
+    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if sinks is None:
+        out = flash_attn_varlen_func(*flat, *bounds, **arguments)
+    else:
+        out, lse, _ = flash_attn_varlen_func(*flat, *bounds, return_attn_probs=True, **arguments)
+        out = _apply_sinks(out, lse.transpose(0, 1), sinks)
+    return out.unflatten(0, q.shape[:-2])
+
+
+def _apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """A sink is one more key with score `sinks[h]` and value 0: out * exp(lse) / (exp(lse) + exp(sink)). lse (..., H)."""
+    return (out * (lse - sinks.to(lse.dtype)).sigmoid().unsqueeze(-1)).to(out.dtype)
+
+
+def _padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    options: _Options,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of the real tokens only; rows of padding give 0. The queries are the last Lq columns of the mask."""
+    if any(kwargs.get(name) is not None for name in _VARLEN_NAMES):
+        raise ValueError("cu_seq_lens_q/k must come without a padding mask, got both")
+    batch, num_queries, num_keys = q.shape[0], q.shape[1], mask.shape[-1]
+    if mask.shape[0] != batch or not num_queries <= num_keys <= k.shape[1]:
+        raise ValueError(
+            f"attention_mask must be ({batch}, number of keys between {num_queries} and {k.shape[1]}), got {list(mask.shape)}"
+        )
+    if options.window_size[0] >= 0 and _cached(mask, _has_holes):
+        raise NotImplementedError("sliding windows over an attention_mask with holes are not supported")
+    rows_k, cu_seqlens_k, max_seqlen_k = _cached(mask, _unpad_rows, num_keys)
+    rows_q, cu_seqlens_q, max_seqlen_q = _cached(mask, _unpad_rows, num_queries)
+    k, v = (x[:, :num_keys].flatten(0, 1).index_select(0, rows_k) for x in (k, v))
+    flat_q = q.flatten(0, 1).index_select(0, rows_q)
+    out = _varlen(flat_q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options)
+    padded = out.new_zeros(batch * num_queries, *out.shape[1:]).index_copy(0, rows_q, out)
+    return padded.unflatten(0, (batch, num_queries))
+
+
+def _unpad_rows(mask: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Of the mask's last columns: the rows of real tokens in the flattened batch, cu_seqlens (int32), longest length."""
+    mask = mask.flatten(1)[:, -num_columns:] != 0
+    lens = mask.sum(1)
+    cu_seqlens = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
+    return mask.flatten().nonzero().flatten(), cu_seqlens, int(lens.max())
+
+
+def _has_holes(mask: torch.Tensor) -> bool:
+    mask = mask.flatten(1) != 0
+    starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
+    return bool((starts > 1).any())
+
+
+_Bounds = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+def _sequence_bounds(
+    q: torch.Tensor, k: torch.Tensor, sequence_ids: torch.Tensor | None, kwargs: dict[str, Any]
+) -> _Bounds | None:
+    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) of a batch of packed rows; None for one sequence per row."""
+    given = {name: kwargs[name] for name in _VARLEN_NAMES if kwargs.get(name) is not None}
+    if given:
+        if "cu_seq_lens_q" not in given or "cu_seq_lens_k" not in given:
+            raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k must be given together, got only {', '.join(given)}")
+        cu_q, cu_k = given["cu_seq_lens_q"].int(), given["cu_seq_lens_k"].int()
+        max_q, max_k = (
+            int(given[name]) if name in given else int(cu.diff().max())
+            for name, cu in (("max_length_q", cu_q), ("max_length_k", cu_k))
+        )
+        return cu_q, cu_k, max_q, max_k
+    position_ids = kwargs.get("position_ids")
+    # Multimodal positions (3, B, L) jump inside one sequence, so they say nothing here; one position (decoding) cannot jump.
+    if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] in (0, 1)):
+        position_ids = None
+    starts = None if position_ids is None else _cached(position_ids, _starts_of_positions)
+    if sequence_ids is not None:
+        starts = _cached(sequence_ids, _starts_of_ids)
+    if starts is None:
+        return None
+    cu_seqlens, longest = starts
+    if q.shape[1] != k.shape[1] or (sequence_ids is None and position_ids.shape != q.shape[:2]):
+        raise NotImplementedError(
+            "packed sequences (position_ids that jump) need all queries of each row and no cached keys, got "
+            f"{list(q.shape[:2])} queries, {list(k.shape[:2])} keys"
+        )
+    return cu_seqlens, cu_seqlens, longest, longest
+
+
+_Starts = tuple[torch.Tensor, int]
+
+
+def _starts_to_bounds(rows: torch.Tensor, num_rows: int) -> _Starts:
+    cu_seqlens = torch.nn.functional.pad(rows, (0, 1), value=num_rows).int()
+    return cu_seqlens, int(cu_seqlens.diff().max())
+
+
+def _starts_of_ids(sequence_ids: torch.Tensor) -> _Starts:
+    starts = torch.nn.functional.pad(sequence_ids.flatten(1).diff(dim=1) != 0, (1, 0), value=True).flatten()
+    return _starts_to_bounds(starts.nonzero().flatten(), starts.numel())
+
+
+def _starts_of_positions(position_ids: torch.Tensor) -> _Starts | None:
+    """cu_seqlens and the longest sequence of packed rows; None where every row is one sequence."""
+    jumps = position_ids.diff(dim=1) != 1
+    if not bool(jumps.any()):
+        return None
+    rows = torch.nn.functional.pad(jumps, (1, 0), value=True).flatten().nonzero().flatten()
+    first = position_ids.flatten()[rows]
+    if not bool((first == first[0]).all()):
+        raise ValueError(
+            "position_ids that jump to another value than the first position do not say where sequences begin. "
+            "A shared-prompt pack must be passed with dualkv_layout="
+        )
+    return _starts_to_bounds(rows, position_ids.numel())
+
+
+_last = threading.local()
+
+
+def _cached(tensor: torch.Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(tensor, *arguments), computed once for the layers of a forward: they all get the same tensor object.
+
+    These functions read values on the host, which on a GPU waits for it.
+    """
+    if torch.compiler.is_compiling() or tensor.is_inference():
+        return function(tensor, *arguments)
+    results = _last.__dict__.setdefault("results", {})
+    key = (function, *(a for a in arguments if isinstance(a, int)))
+    found = results.get(key)
+    if found is not None and found[0]() is tensor and found[1] == tensor._version:
+        return found[2]
+    result = function(tensor, *arguments)
+    results[key] = (weakref.ref(tensor), tensor._version, result)
+    return result
