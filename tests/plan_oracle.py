@@ -1,7 +1,8 @@
 """The plan in plain Python: what `csrc/flash_attn/src/common/plan.cu` must compute, number for number.
 
-`segments` (see `flash_attn.shared_prompt.layout`) -> row_span, block_span, query_items, key_items, the tables of
-`csrc/flash_attn/params.h`. Slow and explicit: spans are looked up row by row, where the kernel uses closed forms.
+`segments` (see `flash_attn.shared_prompt.layout`) -> row_span, block_span, query_items, key_items, the tables
+of `csrc/flash_attn/params.h`. Slow and explicit: spans are looked up row by row, where the kernel uses closed
+forms.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 BLOCK_ROWS = 64
-CHUNK_SEGMENTS = 64  # tiles end where the index of a segment is a multiple of this: one thread walks one chunk
+CHUNK_SEGMENTS = 64  # tiles end where a segment's index is a multiple: one thread walks one chunk
 COST_QUANTUM = 128  # a tile of keys (rows) is paid whole
 ITEM_COST = 128  # fixed cost of an item, in key columns: loading the stationary tile, epilogue
 MAX_SPLITS = 4
@@ -40,13 +41,18 @@ def query_capacity(total_q: int, num_segments: int, tile: TileSizes) -> int:
 
 
 def key_capacity(
-    total_k: int, total_context: int, context_in_k: bool, num_segments: int, tile: TileSizes, num_splits: int = 1
+    total_k: int,
+    total_context: int,
+    context_in_k: bool,
+    num_segments: int,
+    tile: TileSizes,
+    num_splits: int = 1,
 ) -> int:
-    """Every run of keys ends in one partial tile; there are at most S + 1 decoded runs and S (+1) context runs."""
+    """Every run of keys ends in one partial tile: at most S + 1 decoded runs, S contexts inside k."""
     n, s = tile.bwd_block_n, num_segments
     if context_in_k:
         return total_k // n + 2 * s + 1 + (num_splits - 1) * (total_k // n + s)
-    return total_k // n + s + 1 + num_splits * (total_context // n + s + 1)
+    return total_k // n + s + 1 + num_splits * -(-total_context // n)
 
 
 def choose_splits(context_rows: int, num_heads_k: int, num_sms: int, tile: TileSizes) -> int:
@@ -129,8 +135,8 @@ def _cost(hulls: list[tuple[int, int]]) -> int:
 def _runs(pieces: list[tuple[int, int]], joinable, hulls, block: int, spanning: str) -> list[tuple[int, int]]:
     """Joins pieces (one per segment, in order) to runs that are cut into tiles of `block`.
 
-    At a border inside a tile: take the head of the next piece into the tile when that costs less than 3/4 of its
-    share in a tile of its own. (3/4: equal work in fewer items is worse, they run in parallel.)
+    At a border inside a tile: take the head of the next piece into the tile when that costs less than 3/4 of
+    its share in a tile of its own. (3/4: equal work in fewer items is worse, they run in parallel.)
     `hulls(s, begin, end)`: what that part of piece s visits.
     """
     runs: list[tuple[int, int]] = []
@@ -146,8 +152,12 @@ def _runs(pieces: list[tuple[int, int]], joinable, hulls, block: int, spanning: 
         if join and filled and spanning == "auto":
             taken, own = min(length, block - filled), min(length, block)
             union = [_union(a, b) for a, b in zip(tile, hulls(s, begin, begin + taken), strict=True)]
+            whole = _cost(hulls(s, begin, begin + own))
             extra = _cost(union) - _cost(tile)
-            join = 4 * extra * own <= 3 * taken * _cost(hulls(s, begin, begin + own))
+            if taken < length:  # the other tiles of the piece move off the diagonal of a causal mask
+                shifted = _cost(hulls(s, begin + taken, min(begin + taken + block, end)))
+                extra += -(-(length - taken) // block) * max(shifted - whole, 0)
+            join = 4 * extra * own <= 3 * taken * whole
         elif join and filled:
             join = spanning == "always"
         if not join:
@@ -197,15 +207,13 @@ def _rows_seeing(t: _Table, rows: tuple[int, int], column: int, begin: int, end:
 
 
 def _decoded_pieces(t: _Table, context_in_k: bool) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """Keys that segment s covers: its own and the gap behind them (unseen rows, whose gradients are zeros). Before
-    the first piece lies the part that no segment can cover."""
+    """Keys that segment s covers: its own and the gap behind them (unseen rows, whose gradients are zeros).
+    Before the first piece lies the part that no segment can cover."""
     count = t.num_segments
     if count == 0:
         return (0, t.total_k), []
     head = [context_in_k and t.context_head(s) for s in range(count)]
-    begin = [
-        int(t.seg[s, 3]) if head[s] else (0 if s == 0 else int(t.seg[s, 4])) for s in range(count)
-    ]
+    begin = [int(t.seg[s, 3]) if head[s] else (0 if s == 0 else int(t.seg[s, 4])) for s in range(count)]
     before = [int(t.seg[s, 2]) if head[s] else begin[s] for s in range(count)] + [t.total_k]
     pieces = [(begin[s], max(begin[s], before[s + 1])) for s in range(count)]
     return (0, before[0]), pieces
@@ -239,13 +247,8 @@ def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list
         while last + 1 < t.num_segments and (t.seg[last + 1, 2:4] == t.seg[s, 2:4]).all():
             last += 1
         groups.append((int(t.seg[s, 2]), int(t.seg[s, 3]), int(t.seg[s, 0]), int(t.seg[last, 1])))
-    if not context_in_k:  # every row of the context tensor is covered, seen or not
-        starts = [0] + [g[0] for g in groups[1:]] + [t.total_context]
-        rows_of = [(g[2], g[3]) for g in groups] or [(0, 0)]
-        groups = [
-            (starts[i], max(starts[i], starts[i + 1]), *r)
-            for i, r in enumerate(rows_of)
-        ]
+    if not context_in_k:  # a tensor of its own is covered as a whole, seen or not
+        groups = [(0, t.total_context, 0, t.total_q)]
     for kb, ke, rb, re in groups:
         for begin, end in _tiles([(kb, ke)] if kb < ke else [], block):
             items.append([1, begin, end - begin, *_rows_seeing(t, (rb, re), 0, begin, end)])
@@ -289,7 +292,9 @@ def build_plan(
     t = _Table(segments.cpu().numpy(), total_q, total_k, context_limit, causal, window_size)
 
     blocks = [t.span[i : i + BLOCK_ROWS] for i in range(0, total_q, BLOCK_ROWS)]
-    block_span = np.array([_key_span(b[:, 0:2]) + _key_span(b[:, 2:4]) for b in blocks], np.int64).reshape(-1, 8)
+    block_span = np.array([_key_span(b[:, 0:2]) + _key_span(b[:, 2:4]) for b in blocks], np.int64).reshape(
+        -1, 8
+    )
 
     queries: list[list[int]] = []
     for begin, end in _query_tiles(t, tile.fwd_block_m, spanning):
