@@ -132,7 +132,7 @@ def test_empty_batch_is_a_layout():
         (dict(prompt_lens=[2], response_lens=[[torch.tensor(1)]]), TypeError, r"response_lens\[0\]\[0\] must be a Python int"),
         (dict(prompt_lens=[2**31], response_lens=[[1]]), ValueError, r"total must be below 2\*\*31 rows, got 2147483649"),
         (dict(**BASE, boundary="spoon"), ValueError, r"boundary must be \"fork\" or \"shared\", got 'spoon'"),
-        (dict(**BASE, max_total=50), ValueError, r"must be given together, got max_segments=None, max_total=50"),
+        (dict(**BASE, max_total=50), ValueError, r"must be given together, got max_segments=None and max_total=50"),
         (dict(**BASE, max_total=50, max_segments=8), ValueError, r"max_segments must hold the batch: it needs 9, got max_segments=8"),
         (dict(**BASE, max_total=18, max_segments=9), ValueError, r"max_total must hold the batch: it needs 19, got max_total=18"),
         (dict(**BASE, max_total=2**31, max_segments=9), ValueError, r"max_total must be below 2\*\*31, got 2147483648"),

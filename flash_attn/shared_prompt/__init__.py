@@ -1,5 +1,24 @@
-"""Training N responses of one prompt with the prompt stored, projected and attended once. Framework-free: needs torch only."""
+"""Training N responses of one prompt with the prompt stored, projected and attended once. Needs torch only."""
 
+from flash_attn.shared_prompt.grouping import PromptGroups, group_by_prompt
 from flash_attn.shared_prompt.layout import SharedPromptLayout
+from flash_attn.shared_prompt.packing import (
+    PackedBatch,
+    pack,
+    pack_responses,
+    pack_tokens,
+    unpack,
+    unpack_responses,
+)
 
-__all__ = ["SharedPromptLayout"]
+__all__ = [
+    "SharedPromptLayout",
+    "PackedBatch",
+    "pack",
+    "unpack",
+    "pack_tokens",
+    "pack_responses",
+    "unpack_responses",
+    "PromptGroups",
+    "group_by_prompt",
+]

@@ -1,8 +1,8 @@
-"""One packed batch of prompts and responses, described once: which rows form a segment, and which keys a segment sees.
+"""One packed batch of prompts and responses, described once: the rows of each segment and the keys that it sees.
 
-Rows of the pack are, group by group, the prompt's rows and then the rows of each of its responses; `segments` lists for every
-segment (q_begin, q_end, context_begin, context_end, k_begin, k_end) in absolute rows. Built from Python lengths once per
-micro-batch; attention, log-probs and adapters read its tensors and never the lengths again.
+Rows of the pack are, group by group, the prompt's rows and then the rows of each of its responses; `segments` lists
+(q_begin, q_end, context_begin, context_end, k_begin, k_end) of every segment in absolute rows. Built from Python lengths
+once per micro-batch; attention, log-probs and adapters read its tensors and never the lengths again.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ def _length(name: str, value: Any, minimum: int) -> int:
     if length < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {length}")
     return int(length)
+
+
+def _check_sequence(name: str, value: Any) -> None:
+    if isinstance(value, (torch.Tensor, str, bytes)) or not hasattr(value, "__len__"):
+        raise TypeError(f"{name} must be a sequence of Python ints, got {type(value).__name__}")
 
 
 def _check_lengths(
@@ -62,7 +67,7 @@ def _check_lengths(
 def _segment_rows(
     prompt_lens: tuple[int, ...], response_lens: tuple[tuple[int, ...], ...], fork: int
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Rows of the segment table, and per segment (group, first position, multiplicity, response length or -1)."""
+    """The segment table, and of each segment (group, first position, multiplicity, response length or -1)."""
     table, facts, row = [], [], 0
     for g, (prompt_len, lens) in enumerate(zip(prompt_lens, response_lens)):
         context = (row, row + prompt_len - fork)
@@ -125,7 +130,7 @@ def _build_tables(
     }
 
 
-def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)  # a pageable copy would wait for the GPU
     return tensor.to(device)
@@ -135,22 +140,23 @@ class SharedPromptLayout:
     """Lengths, segments and index maps of one packed shared-prompt batch. Build with `from_lengths`.
 
     Boundary `"fork"`: a group's context is prompt[0:P-1], and each of its segments is [last prompt token, R response
-    tokens]; every response token has its own predicting row. Boundary `"shared"`: the context is the whole prompt and each
-    segment the R response tokens; the prompt's last row predicts the first token of every response.
+    tokens]; every response token has its own predicting row. Boundary `"shared"`: the context is the whole prompt and
+    each segment the R response tokens; the prompt's last row predicts the first token of every response.
 
     Immutable except through `copy_`. Device tensors (T = num_rows, S = num_segments; int32 unless noted):
 
-    - `segments` (S, 6): q_begin, q_end, context_begin, context_end, k_begin, k_end; per group first the prompt's segment
-      (its keys are its context, k is empty), then one segment per response. `segments_host` is the same table on the CPU.
+    - `segments` (S, 6): q_begin, q_end, context_begin, context_end, k_begin, k_end; per group first the prompt's
+      segment (its keys are its context, k is empty), then one per response. `segments_host` is the same on the CPU.
     - `cu_seqlens` (S + 1,): rows of the segments.
-    - `position_ids` (T,) int64: logical positions; the prompt counts from 0, each response goes on from the prompt's end.
-    - `multiplicity` (T,) int64: how many rows of the replicated batch a row stands for (N on shared rows, 1 elsewhere).
+    - `position_ids` (T,) int64: logical positions; the prompt counts from 0, responses go on from the prompt's end.
+    - `multiplicity` (T,) int64: the rows of the replicated batch that a row stands for (N where shared, 1 elsewhere).
     - `group_of_segment` (S,) int64.
-    - `pred_index`, `response_index` (num_response_tokens,) int64: for each response token, in pack order, the row whose
-      logits predict it and the row that holds it. `cu_responses` (num_responses + 1,) int64 delimits the responses.
+    - `pred_index`, `response_index` (num_response_tokens,) int64: for each response token, in pack order, the row
+      whose logits predict it and the row that holds it. `cu_responses` (num_responses + 1,) int64 delimits them.
 
-    With capacities (`max_segments`, `max_total`) the tensors have these sizes for every batch: surplus segments are empty,
-    rows behind `total` have position 0 and multiplicity 0, index maps are (max_total,) with zeros behind
+    `max_seqlen_q` is the longest segment, `max_seqlen_k` the most keys that a row sees, context included.
+    With capacities (`max_segments`, `max_total`) the tensors have these sizes for every batch: surplus segments are
+    empty, rows behind `total` have position 0 and multiplicity 0, index maps are (max_total,) with zeros behind
     `num_response_tokens`, and `max_seqlen_q`, `max_seqlen_k` are `max_total`.
     """
 
@@ -223,17 +229,17 @@ class SharedPromptLayout:
         max_segments: int | None = None,
         max_total: int | None = None,
     ) -> SharedPromptLayout:
-        """The layout of groups with prompts of `prompt_lens[g]` >= 1 tokens and responses of `response_lens[g][i]` >= 0 tokens.
+        """The layout of prompts of `prompt_lens[g]` >= 1 tokens with responses of `response_lens[g][i]` >= 0 tokens.
 
-        Lengths are the caller's own, in tokens, the same for both boundaries. `max_segments` (prompts plus responses) and
-        `max_total` (rows) fix the sizes of all tensors, for `copy_`; give both or none. Raises TypeError for lengths that are
-        not Python ints, ValueError for lengths out of range and for batches that exceed a capacity.
+        Lengths are the caller's own, in tokens, the same for both boundaries. `max_segments` (prompts plus responses)
+        and `max_total` (rows) fix the sizes of all tensors, for `copy_`; give both or none. Raises TypeError for lengths
+        that are not Python ints, ValueError for lengths out of range and for batches that exceed a capacity.
         """
         if boundary not in get_args(Boundary):
             raise ValueError(f'boundary must be "fork" or "shared", got {boundary!r}')
         if (max_segments is None) != (max_total is None):
             raise ValueError(
-                f"max_segments and max_total must be given together, got max_segments={max_segments}, max_total={max_total}"
+                f"max_segments and max_total must be given together, got {max_segments=!s} and {max_total=!s}"
             )
         capacities = None
         if max_segments is not None and max_total is not None:
@@ -297,7 +303,7 @@ class SharedPromptLayout:
         raise AttributeError(f"SharedPromptLayout is immutable, cannot delete {name!r}")
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = True) -> SharedPromptLayout:
-        """This layout with its tensors on `device`: itself when it is already there, else a copy with an empty plan cache."""
+        """This layout with its tensors on `device`: itself when already there, else a copy without cached plans."""
         target = torch.empty(0, device=device).device  # gives "cuda" its index
         if target == self.device:
             return self
@@ -306,7 +312,7 @@ class SharedPromptLayout:
             **{name: getattr(self, name) for name in self.__slots__ if name not in ("_plans", "__weakref__")}
         )
         layout._set(
-            **{name: _move(getattr(self, name), target) for name in self._tensor_names},
+            **{name: move(getattr(self, name), target) for name in self._tensor_names},
             device=target,
             _plans={},
         )
@@ -331,7 +337,7 @@ class SharedPromptLayout:
         source = object.__new__(type(self))
         source._fill(other.prompt_lens, other.response_lens, self.boundary, self.capacities)
         for name in self._tensor_names:
-            getattr(self, name).copy_(_move(getattr(source, name), self.device))
+            getattr(self, name).copy_(move(getattr(source, name), self.device))
         if self.segments_host is not self.segments:
             self.segments_host.copy_(source.segments_host)
         for name in (
@@ -363,7 +369,8 @@ class SharedPromptLayout:
         """
         from flash_attn import backend
 
-        key = (head_dim, dtype, bool(causal), (int(window_size[0]), int(window_size[1])), backend())
+        window = (int(window_size[0]), int(window_size[1]))
+        key = (head_dim, dtype, bool(causal), window, backend(self.device))
         if key not in self._plans:
             self._plans[key] = self._build_plan(*key[:4])
         return self._plans[key]

@@ -1,0 +1,438 @@
+"""From the caller's rows (prompt, response) to one pack in which each group's prompt stands once, and back.
+
+The caller's *grid* is (num_rows, width): the prompts' columns, then the responses' columns. A pack row holds one token of
+the grid; a shared prompt token stands for that of every row of its group. All maps are index tensors, so `unpack` is a
+gather: differentiable, and in the caller's row order. `pack` reads ids, masks and lengths on the host: for tensors on a
+GPU that is one copy and the only wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+
+from flash_attn.shared_prompt.grouping import PromptGroups, check_mask, group_rows, integer_ids, pad_rows
+from flash_attn.shared_prompt.layout import Boundary, SharedPromptLayout, move
+
+IGNORE_INDEX = -100
+Rows = torch.Tensor | Sequence[Sequence[int] | torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """A packed micro-batch. T = layout.num_rows pack rows, n = response tokens, (B, W) = the caller's grid.
+
+    - `input_ids` (1, T), `position_ids` (1, T) or (K, 1, T): what the model is called with, together with `layout`.
+    - `labels` (n,): the response tokens in pack order, -100 where `loss_mask` is 0. `pred_index` (n,): the pack row
+      whose output predicts each of them.
+    - `packed_to_grid` (T,): flat index into the grid of the token that a pack row holds (of the group's first row where
+      shared).
+    - `grid_to_packed` (B, W): pack row of each of the caller's tokens, -1 where masked. `grid_to_response`
+      (B, response width): index into `labels` of each response token, -1 where masked.
+    - `rows`: per group the caller's rows. `row_lens`: per caller row (prompt, response) tokens, masked ones left out.
+
+    All indices are int64. With capacities all (T,) and (n,) tensors are (max_total,): ids, positions and indices 0 and
+    labels -100 behind the batch's own.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    pred_index: torch.Tensor
+    layout: SharedPromptLayout
+    packed_to_grid: torch.Tensor
+    grid_to_packed: torch.Tensor
+    grid_to_response: torch.Tensor
+    rows: tuple[tuple[int, ...], ...]
+    row_lens: tuple[tuple[int, int], ...]
+    row_labels: torch.Tensor
+    list_lens: tuple[tuple[int, int], ...] | None
+
+    @property
+    def num_packed_tokens(self) -> int:
+        """Tokens that the model processes."""
+        return self.layout.total
+
+    @property
+    def num_replicated_tokens(self) -> int:
+        """Tokens that it would process with every prompt replicated, padding left out."""
+        return sum(prompt + response for prompt, response in self.row_lens)
+
+    @property
+    def token_ratio(self) -> float:
+        """Replicated tokens per packed token: above 1 where sharing saves tokens."""
+        return self.num_replicated_tokens / max(self.num_packed_tokens, 1)
+
+    @property
+    def shift_labels(self) -> torch.Tensor:
+        """(1, T): the token that each pack row must predict, -100 where none: for fused LM heads. Only boundary "fork".
+
+        With `loss_on_prompt` the prompt's tokens are labels too, each stored token once; weigh their loss with
+        `layout.multiplicity` to count them once per response, as the replicated batch does.
+        """
+        if self.layout.boundary != "fork":
+            raise ValueError(
+                'shift_labels must be read with boundary "fork", got "shared", where the last row of a prompt predicts '
+                "many tokens: use labels and pred_index"
+            )
+        return self.row_labels[None]
+
+    def to(self, device: torch.device | str | int) -> PackedBatch:
+        """The same batch with every tensor on `device`."""
+        layout = self.layout.to(device)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {k: move(v, layout.device) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, layout=layout, **moved)
+
+
+class _Tokens(NamedTuple):
+    """The kept tokens of the grid, row by row: what is left of the caller's batch once masked positions are gone."""
+
+    ids: torch.Tensor  # (num_tokens,)
+    positions: torch.Tensor | None  # (num_tokens, K)
+    grid_index: torch.Tensor  # (num_tokens,) flat index into the grid
+    prompt_lens: torch.Tensor  # (B,)
+    response_lens: torch.Tensor  # (B,)
+    begin: torch.Tensor  # (B,) first token of each row
+
+
+def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU; those of a GPU travel as one int64 copy, so the host waits once."""
+    on_gpu = {name: t for name, t in tensors.items() if t.device.type != "cpu"}
+    if not on_gpu:
+        return tensors
+    flat = torch.cat([t.reshape(-1).to(torch.int64) for t in on_gpu.values()]).cpu()
+    parts = flat.split([t.numel() for t in on_gpu.values()])
+    return tensors | {n: p.reshape(t.shape) for (n, t), p in zip(on_gpu.items(), parts, strict=True)}
+
+
+def _ids_and_mask(
+    name: str, rows: Rows, mask_name: str, mask: Rows | None, given: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids (B, width), the mask of attended tokens, and the mask of tokens that exist (all but a list's own padding)."""
+    if isinstance(rows, torch.Tensor):
+        ids, exists = given[name].long(), torch.ones(rows.shape, dtype=torch.bool)
+        kept = exists if mask is None else check_mask(mask_name, given[mask_name], ids)
+    else:
+        ids, exists = pad_rows(name, rows)
+        kept = exists
+        if mask is not None:
+            flags, flags_exist = pad_rows(mask_name, mask)
+            if flags.shape != ids.shape or not torch.equal(flags_exist, exists):
+                raise ValueError(
+                    f"{mask_name} must have one flag per id of {name}, got {flags_exist.sum(1).tolist()}"
+                )
+            kept = check_mask(mask_name, flags, ids) & exists
+    negative = kept & (ids < 0)
+    if negative.any():
+        row, column = (int(i) for i in negative.nonzero()[0])
+        raise ValueError(
+            f"{name} must hold ids >= 0 where not masked, got {int(ids[row, column])} in row {row}"
+        )
+    return ids, kept, exists
+
+
+def _positions(position_ids: Rows, given: dict[str, torch.Tensor], exists: torch.Tensor) -> torch.Tensor:
+    """The caller's position ids as (B, W, K), K = 1 for the usual 2-D ids."""
+    shape = tuple(exists.shape)
+    if isinstance(position_ids, torch.Tensor):
+        positions = given["position_ids"]
+        integer_ids("position_ids", positions)
+        if positions.dim() not in (2, 3) or tuple(positions.shape[-2:]) != shape:
+            raise ValueError(
+                f"position_ids must be {shape} or (K, {shape[0]}, {shape[1]}), got {list(positions.shape)}"
+            )
+        return positions.reshape(-1, *shape).permute(1, 2, 0).long()
+    flat, there = pad_rows("position_ids", position_ids)
+    if there.sum(1).tolist() != exists.sum(1).tolist():
+        raise ValueError(
+            f"position_ids must have one id per token of each row {exists.sum(1).tolist()}, got {there.sum(1).tolist()}"
+        )
+    positions = torch.zeros(shape, dtype=torch.int64)
+    positions[exists] = flat[there]
+    return positions[..., None]
+
+
+def _ranges(begin: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    """begin[0], begin[0] + 1, ... (lens[0] of them), begin[1], ..."""
+    offset = torch.repeat_interleave(begin - lens.cumsum(0) + lens, lens)
+    return offset + torch.arange(offset.numel())
+
+
+def pack(
+    prompts: Rows,
+    responses: Rows,
+    *,
+    prompt_mask: Rows | None = None,
+    response_mask: Rows | None = None,
+    loss_mask: Rows | None = None,
+    position_ids: Rows | None = None,
+    keys: Sequence[Hashable] | None = None,
+    longest_common_prefix: bool = False,
+    boundary: Boundary = "fork",
+    loss_on_prompt: bool = False,
+    device: torch.device | str | int | None = None,
+    max_segments: int | None = None,
+    max_total: int | None = None,
+) -> PackedBatch:
+    """Packs rows so that prompts of equal content are stored once. See `PackedBatch` for the result.
+
+    `prompts` and `responses` are integer tensors (B, prompt width) and (B, response width), padded anywhere as their
+    masks say, or lists of B rows of ids. Masks (same shapes; 1 = attended) may have holes: masked tokens are removed, and
+    `unpack` puts the fill value there. `loss_mask` (like `responses`): 0 for tokens that are attended but not trained on
+    (tool output). Ids under the masks are ordinary tokens, pad and EOS ids included.
+
+    `position_ids` (B, W) or (K, B, W), or lists of one id per token: the caller's, otherwise positions count the kept
+    tokens of a row from 0. Rows share a prompt when its tokens, its position ids and `keys[i]` (LoRA adapter, images,
+    pair, ...) are equal; `keys=range(B)` shares nothing. `longest_common_prefix`: see `group_by_prompt`; the rest of a
+    prompt then lies in its row's own segment and is not trained on. `max_segments`, `max_total`: capacities of the layout.
+    The result is on `device`, by default the device of `prompts`.
+    """
+    named = {
+        "prompts": prompts, "prompt_mask": prompt_mask, "responses": responses, "response_mask": response_mask,
+        "loss_mask": loss_mask, "position_ids": position_ids,
+    }  # fmt: skip
+    _check_kinds(named)
+    given = _to_host({name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
+    prompt_ids, prompt_kept, prompt_exists = _ids_and_mask(
+        "prompts", prompts, "prompt_mask", prompt_mask, given
+    )
+    response_ids, response_kept, response_exists = _ids_and_mask(
+        "responses", responses, "response_mask", response_mask, given
+    )
+    exists = torch.cat([prompt_exists, response_exists], 1)
+    kept = torch.cat([prompt_kept, response_kept], 1)
+    positions = None if position_ids is None else _positions(position_ids, given, exists)
+    prompt_lens, response_lens = prompt_kept.sum(1), response_kept.sum(1)
+    tokens = _Tokens(
+        ids=torch.cat([prompt_ids, response_ids], 1)[kept],
+        positions=None if positions is None else positions[kept],
+        grid_index=kept.flatten().nonzero()[:, 0],
+        prompt_lens=prompt_lens,
+        response_lens=response_lens,
+        begin=(prompt_lens + response_lens).cumsum(0) - prompt_lens - response_lens,
+    )
+    prompt_part = (
+        tokens.ids if tokens.positions is None else torch.cat([tokens.ids[:, None], tokens.positions], 1)
+    )
+    groups = group_rows(
+        [prompt_part[b : b + n] for b, n in zip(tokens.begin.tolist(), prompt_lens.tolist(), strict=True)],
+        keys,
+        longest_common_prefix,
+        int(boundary == "fork"),
+    )
+    row_lens = list(zip(prompt_lens.tolist(), response_lens.tolist(), strict=True))
+    layout = SharedPromptLayout.from_lengths(
+        groups.prefix_lens,
+        [
+            [sum(row_lens[r]) - n for r in rows]
+            for rows, n in zip(groups.rows, groups.prefix_lens, strict=True)
+        ],
+        None,
+        boundary,
+        max_segments=max_segments,
+        max_total=max_total,
+    )
+    in_loss = None
+    if loss_mask is not None:
+        in_loss = _ids_and_mask("responses", responses, "loss_mask", loss_mask, given)[1]
+    packed = _assemble(tokens, groups, layout, kept.shape, prompt_ids.shape[1], in_loss, loss_on_prompt)
+    if not isinstance(prompts, torch.Tensor):
+        lens = zip(prompt_exists.sum(1).tolist(), response_exists.sum(1).tolist(), strict=True)
+        packed = replace(packed, list_lens=tuple(lens))
+    target = device if device is not None else getattr(prompts, "device", "cpu")
+    return packed.to(target)
+
+
+def _check_kinds(named: dict[str, Rows | None]) -> None:
+    """Tensors or lists throughout, with as many rows in each."""
+    prompts, responses = named["prompts"], named["responses"]
+    padded = isinstance(prompts, torch.Tensor)
+    for name, value in named.items():
+        if value is None:
+            continue
+        if (
+            isinstance(value, torch.Tensor) != padded
+            or isinstance(value, (str, bytes))
+            or not hasattr(value, "__len__")
+        ):
+            kind = "a tensor" if padded else "a list of rows"
+            raise TypeError(f"{name} must be {kind} like prompts, got {type(value).__name__}")
+    if padded:
+        for name in ("prompts", "responses"):
+            if named[name].dim() != 2:
+                raise ValueError(f"{name} must be (num_rows, width), got {list(named[name].shape)}")
+            integer_ids(name, named[name])
+    if len(prompts) != len(responses):
+        raise ValueError(f"responses must have one row per prompt ({len(prompts)}), got {len(responses)}")
+
+
+def _assemble(
+    tokens: _Tokens,
+    groups: PromptGroups,
+    layout: SharedPromptLayout,
+    grid_shape: torch.Size,
+    prompt_width: int,
+    in_loss: torch.Tensor | None,
+    loss_on_prompt: bool,
+) -> PackedBatch:
+    """Every map between kept tokens, pack rows and the grid. A kept token is (row r, offset t); its index is begin[r] + t."""
+    fork = int(layout.boundary == "fork")
+    order = torch.tensor([r for rows in groups.rows for r in rows], dtype=torch.int64)
+    group_of = torch.repeat_interleave(torch.tensor([len(rows) for rows in groups.rows], dtype=torch.int64))
+    num_segments, num_groups = layout.num_segments, layout.num_groups
+    q_begin = layout.segments_host[:num_segments, 0].long()
+    is_prompt = torch.zeros(num_segments, dtype=torch.bool)
+    is_prompt[torch.arange(num_groups) + torch.tensor([0, *map(len, groups.rows)])[:-1].cumsum(0)] = True
+    context_lens = torch.tensor(groups.prefix_lens, dtype=torch.int64) - fork
+
+    num_tokens = tokens.prompt_lens + tokens.response_lens
+    group_of_row, segment_begin = torch.empty_like(order), torch.empty_like(order)
+    group_of_row[order], segment_begin[order] = group_of, q_begin[~is_prompt]
+    context_len, context_begin = context_lens[group_of_row], q_begin[is_prompt][group_of_row]
+    row = torch.repeat_interleave(num_tokens)
+    offset = torch.arange(row.numel()) - tokens.begin[row]
+    own = segment_begin[row] - context_len[row]
+    pack_row = offset + torch.where(offset < context_len[row], context_begin[row], own)
+
+    # The kept token that a pack row holds; shared rows hold that of their group's first row.
+    first_row = torch.tensor([rows[0] for rows in groups.rows], dtype=torch.int64)[group_of_row]
+    stored = ((offset >= context_len[row]) | (first_row[row] == row)).nonzero()[:, 0]
+    holds = torch.empty(layout.total, dtype=torch.int64)
+    holds[pack_row[stored]] = stored
+
+    response = _ranges((tokens.begin + tokens.prompt_lens)[order], tokens.response_lens[order])
+    response_grid = torch.stack(
+        [row[response], tokens.grid_index[response] % max(grid_shape[1], 1) - prompt_width]
+    )
+    labels = tokens.ids[response]
+    if in_loss is not None:
+        labels = labels.where(in_loss[response_grid[0], response_grid[1]], IGNORE_INDEX)
+    pred_index = pack_row[response - 1]
+    row_labels = torch.full((layout.num_rows,), IGNORE_INDEX)
+    if loss_on_prompt:
+        predicted = ((offset > 0) & (offset < tokens.prompt_lens[row])).nonzero()[:, 0]
+        row_labels[pack_row[predicted - 1]] = tokens.ids[predicted]
+    row_labels[pred_index] = labels
+
+    grid_to_packed = torch.full((grid_shape.numel(),), -1)
+    grid_to_packed[tokens.grid_index] = pack_row
+    grid_to_response = torch.full((grid_shape[0], grid_shape[1] - prompt_width), -1)
+    grid_to_response[response_grid[0], response_grid[1]] = torch.arange(labels.numel())
+    spare = layout.num_rows - layout.total
+    spare_labels = 0 if layout.capacities is None else layout.num_rows - labels.numel()
+
+    def padded(x: torch.Tensor, size: int, value: int = 0) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, size), value=value)
+
+    positions = layout.position_ids[None]
+    if tokens.positions is not None:
+        positions = padded(tokens.positions[holds].T, spare)
+        positions = positions if len(positions) == 1 else positions[:, None]
+    return PackedBatch(
+        input_ids=padded(tokens.ids[holds], spare)[None],
+        position_ids=positions,
+        labels=padded(labels, spare_labels, IGNORE_INDEX),
+        pred_index=padded(pred_index, spare_labels),
+        layout=layout,
+        packed_to_grid=padded(tokens.grid_index[holds], spare),
+        grid_to_packed=grid_to_packed.view(grid_shape),
+        grid_to_response=grid_to_response,
+        rows=tuple(map(tuple, groups.rows)),
+        row_lens=tuple(zip(tokens.prompt_lens.tolist(), tokens.response_lens.tolist(), strict=True)),
+        row_labels=row_labels,
+        list_lens=None,
+    )
+
+
+def _gather_grid(values: torch.Tensor, index: torch.Tensor, fill: float) -> torch.Tensor:
+    if values.shape[0] == 0:
+        return values.new_full((*index.shape, *values.shape[1:]), fill)
+    grid = values.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *values.shape[1:])
+    return grid.where((index >= 0).view(*index.shape, *[1] * (values.dim() - 1)), fill)
+
+
+def _check_size(name: str, values: torch.Tensor, sizes: tuple[int, ...], what: str) -> None:
+    if tuple(values.shape[: len(sizes)]) != sizes:
+        raise ValueError(f"{name} must be ({what}, ...) = {sizes} first, got {list(values.shape)}")
+
+
+def unpack(
+    values: torch.Tensor, packed: PackedBatch, *, fill: float = 0.0
+) -> torch.Tensor | list[torch.Tensor]:
+    """Per-pack-row values (T, ...) at the caller's tokens: (B, W, ...), or for lists one (tokens of row, ...) per row.
+
+    `fill` stands at masked tokens. Rows of a group receive the same value at shared tokens; gradients add up there.
+    """
+    _check_size("values", values, (packed.layout.num_rows,), "num_rows")
+    grid = _gather_grid(values, packed.grid_to_packed, fill)
+    if packed.list_lens is None:
+        return grid
+    width = packed.grid_to_packed.shape[1] - packed.grid_to_response.shape[1]
+    return [
+        torch.cat([row[:p], row[width : width + r]])
+        for row, (p, r) in zip(grid, packed.list_lens, strict=True)
+    ]
+
+
+def unpack_responses(
+    values: torch.Tensor, packed: PackedBatch, *, fill: float = 0.0
+) -> torch.Tensor | list[torch.Tensor]:
+    """Per-response-token values (n, ...), as `log_probs` gives them: (B, response width, ...), or for lists one per row."""
+    _check_size("values", values, (packed.labels.shape[0],), "num_response_tokens")
+    grid = _gather_grid(values, packed.grid_to_response, fill)
+    if packed.list_lens is None:
+        return grid
+    return [row[:r] for row, (_, r) in zip(grid, packed.list_lens, strict=True)]
+
+
+def _as_grid(name: str, values: torch.Tensor | Sequence[torch.Tensor], lens: list[int]) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values
+    if [len(v) for v in values] != lens:
+        raise ValueError(
+            f"{name} must have one value per token of each row {lens}, got {[len(v) for v in values]}"
+        )
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(v) for v in values], batch_first=True)
+
+
+def pack_tokens(values: torch.Tensor | Sequence[torch.Tensor], packed: PackedBatch) -> torch.Tensor:
+    """Per-token values of the caller (B, W, ...), or lists, as (T, ...).
+
+    A shared row takes the value of its group's first row; rows behind `layout.total` that of the grid's first token.
+    """
+    shape = packed.grid_to_packed.shape
+    if packed.list_lens is not None:
+        lens = [p + r for p, r in packed.list_lens]
+        rows = _as_grid("values", values, lens)
+        width = shape[1] - packed.grid_to_response.shape[1]
+        columns = torch.zeros(shape, dtype=torch.int64)
+        for i, (p, r) in enumerate(packed.list_lens):
+            columns[i, :p], columns[i, width : width + r] = torch.arange(p), torch.arange(p, p + r)
+        columns = columns.to(rows.device)
+        values = rows[torch.arange(shape[0], device=rows.device)[:, None], columns]
+    assert isinstance(values, torch.Tensor)
+    _check_size("values", values, tuple(shape), "num_rows, width")
+    if shape.numel() == 0:
+        return values.new_zeros((packed.layout.num_rows, *values.shape[2:]))
+    return values.flatten(0, 1).index_select(0, packed.packed_to_grid)
+
+
+def pack_responses(values: torch.Tensor | Sequence[torch.Tensor], packed: PackedBatch) -> torch.Tensor:
+    """Per-response-token values of the caller (B, response width, ...), or lists, in the order of `labels`: (n, ...).
+
+    For advantages, old log-probs and weights. With capacities, 0 behind the batch's own tokens.
+    """
+    shape = packed.grid_to_response.shape
+    if packed.list_lens is not None:
+        values = _as_grid("values", values, [r for _, r in packed.list_lens])
+    assert isinstance(values, torch.Tensor)
+    _check_size("values", values, tuple(shape), "num_rows, response width")
+    out = values.new_zeros((packed.labels.shape[0] + 1, *values.shape[2:]))
+    slot = packed.grid_to_response.flatten()
+    slot = slot.where(slot >= 0, packed.labels.shape[0])  # masked tokens fall into one row that is cut off
+    index = slot.view(-1, *[1] * (values.dim() - 2)).expand(values.flatten(0, 1).shape)
+    return out.scatter(0, index, values.flatten(0, 1))[:-1]
