@@ -1,117 +1,188 @@
-"""Exact attention over segments on the CPU, forward and backward, without any T x T tensor.
+"""Exact attention over segments on the CPU, forward and backward, in O(T H D) memory.
 
-    out = softmax(q k^T * scale) v per piece of the mask (see _pieces.py), pieces merged by log-sum-exp
-Called by _ops.py.
+    per piece of the mask (_pieces.py):  o = softmax(q k^T * scale) v,  l = log sum exp
+    merged:                              out = sum_i o_i exp(l_i - lse),  lse = log sum_i exp(l_i)
+    backward per piece, with the merged out and lse:  P = exp(S - lse),  dS = P (dout v^T - rowsum(dout * out) + dlse)
+
+Rectangles and triangles run on torch's CPU flash kernels, narrow bands and softcap on _cpu_tiles.py. fp16 and bf16 are
+computed in fp32: torch's own half-precision backward rounds dk and dv once per block of rows. Called by _ops.py.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from flash_attn._pieces import Kind, Piece, check_table, decompose
+from flash_attn import _cpu_tiles
+from flash_attn._pieces import Kind, Run, bands, check_table, cut, runs
+from flash_attn._rows import Rows, rows_of
 
 aten = torch.ops.aten
-_TILE_ELEMENTS = 1 << 22  # scores of one tile
+_flash = aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _pieces(q: Tensor, k: Tensor, k_context: Tensor | None, segments: Tensor, causal: bool, left: int, right: int, softcap: float) -> list[Piece]:
+@functools.lru_cache(maxsize=1)
+def _kernel_knows_gqa() -> bool:
+    """Whether torch's kernels take fewer key heads than query heads, and sum dk and dv over a group's query heads."""
+    q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
+    try:
+        out, lse = _flash(q, k, k, 0.0, False)
+        return _flash_backward(q, q, k, k, out, lse, 0.0, False)[1].shape == k.shape
+    except RuntimeError:
+        return False
+
+
+def _plan(
+    q: Tensor, k: Tensor, k_context: Tensor | None, segments: Tensor, causal: bool, window: tuple[int, int], softcap: float
+) -> list[Run]:
     table = segments.tolist()
     check_table(table, q.shape[0], k.shape[0], k.shape[0] if k_context is None else k_context.shape[0])
-    return decompose(table, causal, left, right, split_bands=softcap == 0.0)
+    return runs(cut(table, causal, *window) if softcap == 0.0 else list(bands(table, causal, *window)))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None, v_context: Tensor | None, segments: Tensor,
-    softmax_scale: float, causal: bool, window_left: int, window_right: int, softcap: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_context: Tensor | None,
+    v_context: Tensor | None,
+    segments: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    """out (total_q, H, Dv) and lse (H, total_q); shapes, dtypes and meaning as the op's."""
+    dtype = q.dtype
+    todo = _plan(q, k, k_context, segments, causal, (window_left, window_right), softcap)
+    q, k, v, k_context, v_context = (_computed(x) for x in (q, k, v, k_context, v_context))
     total_q, num_heads, _ = q.shape
-    out = torch.zeros(total_q, num_heads, v.shape[-1], dtype=acc)
-    lse = torch.full((total_q, num_heads), -torch.inf, dtype=acc)
-    for p in _pieces(q, k, k_context, segments, causal, window_left, window_right, softcap):
-        kk, vv = (k_context, v_context) if p.context and k_context is not None else (k, v)
-        rows = slice(p.q_begin, p.q_end)
-        _tiled_forward(q[rows], kk[p.k_begin:p.k_end], vv[p.k_begin:p.k_end], p, softmax_scale, softcap, out[rows], lse[rows])
-    return out.to(q.dtype), lse.t().contiguous()
+    out = q.new_zeros(total_q, num_heads, v.shape[-1])
+    lse = q.new_full((total_q, num_heads), -torch.inf)
+    for run in todo:
+        keys, values = (k_context, v_context) if run.piece.context and k_context is not None else (k, v)
+        assert keys is not None and values is not None
+        rows, columns = rows_of(run)
+        if run.piece.kind is Kind.BAND:
+            _cpu_tiles.forward(run, q, keys, values, softmax_scale, softcap, out, lse)
+            continue
+        o, l = _flash_forward(run.piece.kind, rows.take(q), columns.take(keys), columns.take(values), softmax_scale)
+        if len(todo) == 1 and o.shape[0] * o.shape[1] == total_q:
+            out, lse = o.reshape(out.shape), l.reshape(lse.shape)
+        else:
+            _merge(rows, out, lse, o, l)
+    return out.to(dtype), lse.t().contiguous()
 
 
-def _tiles(p: Piece, num_heads: int):
-    rows_per_tile = 128
-    lower, upper = p.lower, p.upper
-    if p.kind is Kind.CAUSAL:
-        upper = 1
-    for r0 in range(0, p.num_rows, rows_per_tile):
-        r1 = min(p.num_rows, r0 + rows_per_tile)
-        k0, k1 = max(0, r0 + lower), min(p.num_keys, r1 - 1 + upper)
-        step = max(128, _TILE_ELEMENTS // ((r1 - r0) * num_heads))
-        for j0 in range(k0, k1, step):
-            j1 = min(k1, j0 + step)
-            mask = None
-            if r1 - 1 + lower > j0 or r0 + upper < j1:
-                row, key = torch.arange(r0, r1)[:, None], torch.arange(j0, j1)[None, :]
-                mask = (key >= row + lower) & (key < row + upper)
-            yield r0, r1, j0, j1, mask
+def _flash_forward(kind: Kind, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One kernel call on (n, rows, heads, D) tensors: out (n, rows, H, Dv), lse (n, rows, H)."""
+    head_dim_v = v.shape[-1]
+    heads = [x.transpose(1, 2) for x in _kernel_inputs(kind, q, k, v)]
+    out, lse = _flash(*heads, 0.0, kind is not Kind.FULL, scale=scale)
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    if kind is Kind.REVERSED:
+        out, lse = out.flip(1), lse.flip(1)
+    return out[..., :head_dim_v], lse
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """(Hk, G, rows, keys) scores of q (rows, H, D), and d(softcapped)/d(raw)."""
-    rows, num_heads, _ = q.shape
-    num_k = k.shape[1]
-    qq = q.reshape(rows, num_k, num_heads // num_k, -1).permute(1, 2, 0, 3)
-    s = (qq * scale) @ k.permute(1, 2, 0)[:, None]
-    slope = None
-    if softcap > 0.0:
-        t = torch.tanh(s / softcap)
-        s, slope = t * softcap, 1 - t * t
-    if mask is not None:
-        s = s.masked_fill(~mask, -torch.inf)
-    return s, slope
+def _kernel_inputs(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as the kernel wants them: one head dim, mirrored for REVERSED, heads repeated where it must be."""
+    if v.shape[-1] != q.shape[-1]:
+        v = torch.nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    if kind is Kind.REVERSED:
+        q, k, v = q.flip(1), k.flip(1), v.flip(1)
+    if q.shape[2] != k.shape[2] and not _kernel_knows_gqa():
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    return q, k, v
 
 
-def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, p: Piece, scale: float, softcap: float, out: Tensor, lse: Tensor) -> None:
-    acc = out.dtype
-    for r0, r1, j0, j1, mask in _tiles(p, q.shape[1]):
-        s, _ = _scores(q[r0:r1].to(acc), k[j0:j1].to(acc), mask, scale, softcap)
-        l = torch.logsumexp(s, -1)
-        prob = torch.exp(s - l.masked_fill(l == -torch.inf, 0.0)[..., None])
-        o = prob @ v[j0:j1].to(acc).permute(1, 0, 2)[:, None]
-        o = o.permute(2, 0, 1, 3).reshape(r1 - r0, q.shape[1], -1)
-        l = l.permute(2, 0, 1).reshape(r1 - r0, q.shape[1])
-        weight = torch.sigmoid(l - lse[r0:r1]).masked_fill(l == -torch.inf, 0.0)
-        out[r0:r1].lerp_(o, weight[..., None])
-        lse[r0:r1] = torch.logaddexp(lse[r0:r1], l)
+def _merge(rows: Rows, out: Tensor, lse: Tensor, o: Tensor, l: Tensor) -> None:
+    """Adds one part of some rows' softmax to what out and lse hold of it. Every row of the part sees a key."""
+    before = rows.take(lse)
+    rows.put(out, torch.lerp(rows.take(out), o, torch.sigmoid(l - before)[..., None]))
+    rows.put(lse, torch.logaddexp(before, l))
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None, v_context: Tensor | None,
-    out: Tensor, lse: Tensor, segments: Tensor, softmax_scale: float, causal: bool, window_left: int, window_right: int, softcap: float,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_context: Tensor | None,
+    v_context: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    segments: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grads = [None if x is None else torch.zeros(x.shape, dtype=acc) for x in (q, k, v, k_context, v_context)]
-    dq, dk, dv, dk_context, dv_context = grads
-    delta = (dout.to(acc) * out.to(acc)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse.t()
-    for p in _pieces(q, k, k_context, segments, causal, window_left, window_right, softcap):
-        context = p.context and k_context is not None
-        kk, vv, dkk, dvv = (k_context, v_context, dk_context, dv_context) if context else (k, v, dk, dv)
-        num_k = k.shape[1]
-        for r0, r1, j0, j1, mask in _tiles(p, q.shape[1]):
-            rows, keys = slice(p.q_begin + r0, p.q_begin + r1), slice(p.k_begin + j0, p.k_begin + j1)
-            qt, kt, vt, dot = q[rows].to(acc), kk[keys].to(acc), vv[keys].to(acc), dout[rows].to(acc)
-            s, slope = _scores(qt, kt, mask, softmax_scale, softcap)
-            split = lambda x: x.reshape(r1 - r0, num_k, -1, *x.shape[2:]).movedim(0, 2)  # noqa: E731
-            l = split(lse.t()[rows].to(acc))
-            prob = torch.exp(s - l.masked_fill(l == -torch.inf, torch.inf)[..., None])
-            doh, qh = split(dot), split(qt)
-            dp = doh @ vt.permute(1, 2, 0)[:, None]
-            ds = prob * (dp - split(delta[rows])[..., None])
-            if slope is not None:
-                ds = ds * slope
-            ds = ds * softmax_scale
-            dvv[keys] += (prob.mT @ doh).sum(1).transpose(0, 1)
-            dkk[keys] += (ds.mT @ qh).sum(1).transpose(0, 1)
-            dq[rows] += (ds @ kt.permute(1, 0, 2)[:, None]).permute(2, 0, 1, 3).reshape(qt.shape)
-    empty = [k.new_empty(0, *k.shape[1:]), v.new_empty(0, *v.shape[1:])] if k_context is None else []
-    return (*(g.to(q.dtype) for g in grads if g is not None), *empty)
+    """dq, dk, dv, dk_context, dv_context (the last two empty without a context), contiguous, in q's dtype."""
+    dtype, head_dim, head_dim_v = q.dtype, q.shape[-1], v.shape[-1]
+    todo = _plan(q, k, k_context, segments, causal, (window_left, window_right), softcap)
+    q, k, v, k_context, v_context, dout, out = (_computed(x) for x in (q, k, v, k_context, v_context, dout, out))
+    assert q is not None and k is not None and v is not None and dout is not None and out is not None
+    lse = lse.t()
+    grads = [None if x is None else torch.zeros(x.shape, dtype=q.dtype) for x in (q, k, v, k_context, v_context)]
+    flash_dout, flash_out, width = dout, out, head_dim
+    if dlse is not None and any(run.piece.kind is not Kind.BAND for run in todo):
+        # The kernel knows no dlse. One more column with v = 0, dout = 1, out = -dlse adds it to rowsum(dout * out) alone.
+        flash_dout = torch.cat([dout, torch.ones_like(dout[..., :1])], -1)
+        flash_out = torch.cat([out, -dlse.t()[..., None].to(out.dtype)], -1)
+        width = max(head_dim, head_dim_v + 1)
+    delta = None
+    for run in todo:
+        is_context = run.piece.context and k_context is not None
+        keys, values = (k_context, v_context) if is_context else (k, v)
+        into = [grads[0], grads[3], grads[4]] if is_context else grads[:3]
+        if run.piece.kind is Kind.BAND:
+            if delta is None:
+                delta = (dout * out).sum(-1)
+                delta = delta if dlse is None else delta - dlse.t()
+            _cpu_tiles.backward(run, q, keys, values, dout, lse, delta, softmax_scale, softcap, *into)
+            continue
+        rows, columns = rows_of(run)
+        parts = _flash_backward_of(
+            run.piece.kind, rows.take(flash_dout), rows.take(q), columns.take(keys), columns.take(values),
+            rows.take(flash_out), rows.take(lse), softmax_scale, width,
+        )  # fmt: skip
+        for where, grad, part in zip((rows, columns, columns), into, parts, strict=True):
+            where.add(grad, part)
+    context = grads[3:] if k_context is not None else [k.new_empty(0, *k.shape[1:]), v.new_empty(0, *v.shape[1:])]
+    return tuple(x.to(dtype) for x in (*grads[:3], *context))
+
+
+def _flash_backward_of(
+    kind: Kind, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One kernel call on (n, rows, heads, D) tensors with the merged out and lse, head dims padded to `width`."""
+    num_k, head_dim, head_dim_v = k.shape[2], q.shape[-1], v.shape[-1]
+    if width != head_dim:
+        q, k = (torch.nn.functional.pad(x, (0, width - head_dim)) for x in (q, k))
+    dout, out = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (dout, out))
+    q, k, v = _kernel_inputs(kind, q, k, v)
+    if kind is Kind.REVERSED:
+        dout, out, lse = dout.flip(1), out.flip(1), lse.flip(1)
+    dout, q, k, v, out, lse = (x.transpose(1, 2) for x in (dout, q, k, v, out, lse))
+    grads = _flash_backward(dout, q, k, v, out, lse, 0.0, kind is not Kind.FULL, scale=scale)
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    if dk.shape[2] != num_k:
+        dk, dv = (x.unflatten(2, (num_k, -1)).sum(3) for x in (dk, dv))
+    if kind is Kind.REVERSED:
+        dq, dk, dv = dq.flip(1), dk.flip(1), dv.flip(1)
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
+
+
+def _computed(x: Tensor | None) -> Tensor | None:
+    """x in the dtype of the computation (fp32, or fp64), with a unit last stride."""
+    if x is None:
+        return None
+    x = x if x.dtype == torch.float64 else x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()

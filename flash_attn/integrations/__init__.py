@@ -1,1 +1,2 @@
-"""Adapters for training frameworks, one module each. Importing this package imports none of the frameworks."""
+"""Adapters for training frameworks, one module each. Importing this package imports none of the
+frameworks."""

@@ -1,8 +1,10 @@
-"""The attention function registered in transformers: out = softmax(scale q k^T + mask) v, by the ops of this package.
+"""The attention function registered in transformers: out = softmax(scale q k^T + mask) v, by the ops of
+this package.
 
-Called by every attention layer with q (B, H, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, Dv); picks, per call, the shared-prompt
-op (a layout came as a kwarg), varlen attention (padding or packed sequences) or dense attention. Head dim, scale, window,
-softcap and sinks are this call's own, so models may mix them. What cannot be computed is refused by name.
+Called by every attention layer with q (B, H, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, Dv); picks, per call,
+the shared-prompt op (a layout came as a kwarg), varlen attention (padding or packed sequences) or dense
+attention. Head dim, scale, window, softcap and sinks are this call's own, so models may mix them. What
+cannot be computed is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_shared_prompt_func, flash_attn_varlen_func
+from flash_attn.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_shared_prompt_func,
+    flash_attn_varlen_func,
+)
 from flash_attn.integrations import _transformers_receipt as receipts
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.shared_prompt.layout import SharedPromptLayout
@@ -24,8 +30,9 @@ _VARLEN_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k
 
 # Arguments that do not change what attention computes, or that were used before it.
 _HARMLESS = frozenset({
-    *_VARLEN_NAMES, "position_ids", "use_cache", "cache_position", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "return_dict", "logits_to_keep", "layer_idx", "deterministic", "dualkv_aux_weighted",
+    *_VARLEN_NAMES, "position_ids", "use_cache", "cache_position", "num_items_in_batch", "return_dict",
+    "output_hidden_states", "output_router_logits", "logits_to_keep", "layer_idx", "deterministic",
+    "dualkv_aux_weighted",
 })  # fmt: skip
 _REFUSED = {
     "output_attentions": "attention probabilities are never stored",
@@ -67,11 +74,12 @@ def dualkv_attention(
     dualkv_layout: SharedPromptLayout | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer: (B, Lq, H, Dv), and None for the probabilities. Keys and values are not repeated for GQA.
+    """Attention of one layer: (B, Lq, H, Dv), and None for the probabilities. Keys and values are not
+    repeated for GQA.
 
-    `sliding_window` counts the row itself, in positions of its own sequence. `s_aux` (H,) are sink logits. Raises
-    NotImplementedError for dropout, attention probabilities, biases, 4-D masks, cross attention and arguments that are not
-    known here; ValueError for arguments that contradict each other.
+    `sliding_window` counts the row itself, in positions of its own sequence. `s_aux` (H,) are sink logits.
+    Raises NotImplementedError for dropout, attention probabilities, biases, 4-D masks, cross attention and
+    arguments that are not known here; ValueError for arguments that contradict each other.
     """
     _refuse_unknown(module, dropout, kwargs)
     receipts.record(module, dualkv_layout)
@@ -82,13 +90,19 @@ def dualkv_attention(
     options = _Options(scaling, bool(causal), window, softcap or 0.0, s_aux, deterministic)
     if dualkv_layout is not None:
         return _shared_prompt(module, q, k, v, attention_mask, dualkv_layout, options, kwargs), None
-    if not (attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() in (2, 5))):
+    if not (
+        attention_mask is None
+        or (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() in (2, 5))
+    ):
         shape = list(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
-            f"dualkv attention takes 2-D padding masks, got an attention_mask of type {type(attention_mask).__name__} {shape}"
+            "dualkv attention takes 2-D padding masks, "
+            f"got attention_mask {type(attention_mask).__name__} {shape}"
         )
     if not options.causal and q.shape[1] != k.shape[1]:
-        raise NotImplementedError(f"cross attention is not supported: {q.shape[1]} queries, {k.shape[1]} keys, not causal")
+        raise NotImplementedError(
+            f"cross attention is not supported: {q.shape[1]} queries, {k.shape[1]} keys, not causal"
+        )
     if attention_mask is not None and (attention_mask.dim() == 2 or attention_mask.dtype == torch.bool):
         return _padded(q, k, v, attention_mask, options, kwargs), None
     bounds = _sequence_bounds(q, k, attention_mask, kwargs)
@@ -99,10 +113,14 @@ def dualkv_attention(
 
 def _refuse_unknown(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
-        raise NotImplementedError(f"attention dropout is not supported, got dropout={dropout}: set it to 0 or call model.eval()")
+        raise NotImplementedError(
+            f"attention dropout is not supported, got dropout={dropout}: set it to 0 or call model.eval()"
+        )
     config = getattr(module, "config", None)
     if getattr(config, "is_encoder_decoder", False) or getattr(module, "is_cross_attention", False):
-        raise NotImplementedError(f"cross attention and encoder-decoder models are not supported, got {type(module).__name__}")
+        raise NotImplementedError(
+            f"cross attention and encoder-decoder models are not supported, got {type(module).__name__}"
+        )
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         raise NotImplementedError(f"output_attentions is not supported: {_REFUSED['output_attentions']}")
     for name, value in kwargs.items():
@@ -110,7 +128,9 @@ def _refuse_unknown(module: torch.nn.Module, dropout: float, kwargs: dict[str, A
             continue
         if name in _REFUSED:
             raise NotImplementedError(f"{name} is not supported: {_REFUSED[name]}")
-        raise NotImplementedError(f"dualkv attention does not know the argument {name!r}, so it does not ignore it")
+        raise NotImplementedError(
+            f"dualkv attention does not know the argument {name!r}, so it does not ignore it"
+        )
 
 
 def _window(module: torch.nn.Module, sliding_window: Any, causal: bool, num_keys: int) -> tuple[int, int]:
@@ -122,14 +142,18 @@ def _window(module: torch.nn.Module, sliding_window: Any, causal: bool, num_keys
         else:
             slides = getattr(config, "sliding_window", None) is not None
         if slides and getattr(config, "use_sliding_window", True):
-            raise NotImplementedError(f"{type(module).__name__} has a sliding window but does not tell attention its size")
+            raise NotImplementedError(
+                f"{type(module).__name__} has a sliding window but does not tell attention its size"
+            )
         return -1, -1
     if sliding_window is None or sliding_window >= num_keys:
         return -1, -1
     if sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1 (the row itself), got {sliding_window}")
     if not causal:
-        raise NotImplementedError("sliding windows of modules that are not causal are not supported: their size is ambiguous")
+        raise NotImplementedError(
+            "sliding windows of modules that are not causal are not supported: their size is ambiguous"
+        )
     return sliding_window - 1, 0
 
 
@@ -151,22 +175,27 @@ def _shared_prompt(
             f"{q.shape[0]} rows, {q.shape[1]} queries, {k.shape[1]} keys"
         )
     if not options.causal:
-        raise NotImplementedError(f"a shared-prompt pack needs causal attention, {type(module).__name__} is not causal")
-    # The row ids that `dualkv_mask` makes of the pack's position ids say less than the layout; anything else says more.
+        raise NotImplementedError(
+            f"a shared-prompt pack needs causal attention, {type(module).__name__} is not causal"
+        )
+    # The row ids that `dualkv_mask` makes of the pack's position ids say less than the layout; anything
+    # else says more.
     if attention_mask is not None and not (attention_mask.dim() == 5 and attention_mask.dtype == torch.int64):
         raise NotImplementedError(
-            "a shared-prompt pack takes no attention_mask other than ones (or the multiplicity, for MoE auxiliary losses), "
+            "a shared-prompt pack takes no attention_mask other than ones (MoE models: the multiplicity), "
             f"got {attention_mask.dtype} {list(attention_mask.shape)}"
         )
     given = [name for name in _VARLEN_NAMES if kwargs.get(name) is not None]
     if given:
-        raise ValueError(f"a shared-prompt pack must come without {given[0]}: its layout describes the sequences")
+        raise ValueError(
+            f"a shared-prompt pack must come without {given[0]}: its layout describes the sequences"
+        )
     weighted = kwargs.get("dualkv_aux_weighted", False)
     wants_router = kwargs.get("output_router_logits") or getattr(module.config, "output_router_logits", False)
     if wants_router and not weighted:
         raise NotImplementedError(
-            "output_router_logits with a shared-prompt pack: the auxiliary loss would count each prompt once. Call "
-            "packed_forward, or pass attention_mask=multiplicity_mask(layout) and dualkv_aux_weighted=True"
+            "output_router_logits: the auxiliary loss of a shared-prompt pack would count each prompt once. "
+            "Call packed_forward, or pass attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True"
         )
     check_rope(module.config, layout)
     out = flash_attn_shared_prompt_func(
@@ -210,7 +239,8 @@ def _varlen(
 
 
 def _apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """A sink is one more key with score `sinks[h]` and value 0: out * exp(lse) / (exp(lse) + exp(sink)). lse (..., H)."""
+    """A sink is one more key with score `sinks[h]` and value 0: out * exp(lse) / (exp(lse) + exp(sink)).
+    lse (..., H)."""
     return (out * (lse - sinks.to(lse.dtype)).sigmoid().unsqueeze(-1)).to(out.dtype)
 
 
@@ -222,13 +252,14 @@ def _padded(
     options: _Options,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of the real tokens only; rows of padding give 0. The queries are the last Lq columns of the mask."""
+    """Attention of the real tokens only; rows of padding give 0. The queries are the last Lq columns of the
+    mask."""
     if any(kwargs.get(name) is not None for name in _VARLEN_NAMES):
         raise ValueError("cu_seq_lens_q/k must come without a padding mask, got both")
     batch, num_queries, num_keys = q.shape[0], q.shape[1], mask.shape[-1]
     if mask.shape[0] != batch or not num_queries <= num_keys <= k.shape[1]:
         raise ValueError(
-            f"attention_mask must be ({batch}, number of keys between {num_queries} and {k.shape[1]}), got {list(mask.shape)}"
+            f"attention_mask must be ({batch}, {num_queries} to {k.shape[1]} keys), got {list(mask.shape)}"
         )
     if options.window_size[0] >= 0 and _cached(mask, _has_holes):
         raise NotImplementedError("sliding windows over an attention_mask with holes are not supported")
@@ -242,7 +273,8 @@ def _padded(
 
 
 def _unpad_rows(mask: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Of the mask's last columns: the rows of real tokens in the flattened batch, cu_seqlens (int32), longest length."""
+    """Of the mask's last columns: the rows of real tokens in the flattened batch, cu_seqlens (int32),
+    longest length."""
     mask = mask.flatten(1)[:, -num_columns:] != 0
     lens = mask.sum(1)
     cu_seqlens = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
@@ -261,11 +293,14 @@ _Bounds = tuple[torch.Tensor, torch.Tensor, int, int]
 def _sequence_bounds(
     q: torch.Tensor, k: torch.Tensor, sequence_ids: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> _Bounds | None:
-    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) of a batch of packed rows; None for one sequence per row."""
+    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) of a batch of packed rows; None for one
+    sequence per row."""
     given = {name: kwargs[name] for name in _VARLEN_NAMES if kwargs.get(name) is not None}
     if given:
         if "cu_seq_lens_q" not in given or "cu_seq_lens_k" not in given:
-            raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k must be given together, got only {', '.join(given)}")
+            raise ValueError(
+                f"cu_seq_lens_q and cu_seq_lens_k must be given together, got only {', '.join(given)}"
+            )
         cu_q, cu_k = given["cu_seq_lens_q"].int(), given["cu_seq_lens_k"].int()
         max_q, max_k = (
             int(given[name]) if name in given else int(cu.diff().max())
@@ -273,7 +308,8 @@ def _sequence_bounds(
         )
         return cu_q, cu_k, max_q, max_k
     position_ids = kwargs.get("position_ids")
-    # Multimodal positions (3, B, L) jump inside one sequence, so they say nothing here; one position (decoding) cannot jump.
+    # Multimodal positions (3, B, L) jump inside one sequence, so they say nothing here; one position
+    # (decoding) cannot jump.
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] in (0, 1)):
         position_ids = None
     starts = None if position_ids is None else _cached(position_ids, _starts_of_positions)
@@ -312,7 +348,7 @@ def _starts_of_positions(position_ids: torch.Tensor) -> _Starts | None:
     first = position_ids.flatten()[rows]
     if not bool((first == first[0]).all()):
         raise ValueError(
-            "position_ids that jump to another value than the first position do not say where sequences begin. "
+            "position_ids that jump to another value than the first do not say where sequences begin. "
             "A shared-prompt pack must be passed with dualkv_layout="
         )
     return _starts_to_bounds(rows, position_ids.numel())
@@ -322,7 +358,8 @@ _last = threading.local()
 
 
 def _cached(tensor: torch.Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(tensor, *arguments), computed once for the layers of a forward: they all get the same tensor object.
+    """function(tensor, *arguments), computed once for the layers of a forward: they all get the same tensor
+    object.
 
     These functions read values on the host, which on a GPU waits for it.
     """

@@ -1,7 +1,8 @@
-"""Ways for a layout to reach the attention layers in frameworks that drop unknown kwargs or overwrite attention names.
+"""Ways for a layout to reach the attention layers in frameworks that drop unknown kwargs or overwrite
+attention names.
 
-Both leave the kwarg itself as the carrier, because layers capture kwargs for recomputation; a global variable would have
-another value by then.
+Both leave the kwarg itself as the carrier, because layers capture kwargs for recomputation; a global
+variable would have another value by then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from flash_attn.shared_prompt.layout import SharedPromptLayout
 
 
 class Injection:
-    """A forward pre-hook that adds `dualkv_layout=` to a backbone's calls. Remove it, or use it as a context manager.
+    """A forward pre-hook that adds `dualkv_layout=` to a backbone's calls. Remove it, or use it as a
+    context manager.
 
     `layout` may be set anew before each forward; with None the hook adds nothing.
     """
@@ -29,9 +31,13 @@ class Injection:
     def __init__(self, backbone: torch.nn.Module, layout: SharedPromptLayout | None = None) -> None:
         parameters = inspect.signature(backbone.forward).parameters.values()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise TypeError(f"backbone must pass **kwargs on to its layers, {type(backbone).__name__}.forward takes none")
+            raise TypeError(
+                f"backbone must pass **kwargs on to its layers, {type(backbone).__name__}.forward takes none"
+            )
         self.layout = layout
-        self._handle: Any = backbone.register_forward_pre_hook(self._add_layout, with_kwargs=True, prepend=True)
+        self._handle: Any = backbone.register_forward_pre_hook(
+            self._add_layout, with_kwargs=True, prepend=True
+        )
 
     def _add_layout(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -49,21 +55,25 @@ class Injection:
     def __enter__(self) -> Injection:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
 
 
 def inject(model: torch.nn.Module, layout: SharedPromptLayout | None = None) -> Injection:
-    """Adds `dualkv_layout=layout` to every call of the model's backbone until removed: `with inject(model, layout): ...`.
+    """Adds `dualkv_layout=layout` to every call of the model's backbone until removed: `with inject(model,
+    layout): ...`.
 
-    `model` is a transformers model, with or without LM head or wrappers, or the backbone itself. The hook sits outside the
-    layers that gradient checkpointing recomputes, so backward may run after it is removed.
+    `model` is a transformers model, with or without LM head or wrappers, or the backbone itself. The hook
+    sits outside the layers that gradient checkpointing recomputes, so backward may run after it is removed.
     """
     return Injection(text_backbone(model), layout)
 
 
 class _Dispatcher:
-    """Replaces a registered attention function: calls with a layout go to `dualkv_attention`, all others to the original."""
+    """Replaces a registered attention function: calls with a layout go to `dualkv_attention`, all others to
+    the original."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
@@ -86,7 +96,9 @@ class Wrapping:
         registry = AttentionInterface._global_mapping
         unknown = [name for name in names if name not in registry]
         if isinstance(names, str) or unknown or not names:
-            raise ValueError(f"names must be registered attention implementations ({', '.join(registry)}), got {names!r}")
+            raise ValueError(
+                f"names must be registered attention implementations ({', '.join(registry)}), got {names!r}"
+            )
         self._dispatchers: dict[str, _Dispatcher] = {}
         with _lock:
             for name in names:
@@ -98,7 +110,8 @@ class Wrapping:
                 AttentionInterface.register(name, dispatcher)
 
     def restore(self) -> None:
-        """Puts the original functions back once no other wrapping needs them; calling it twice is harmless."""
+        """Puts the original functions back once no other wrapping needs them; calling it twice is
+        harmless."""
         registry = AttentionInterface._global_mapping
         with _lock:
             for name, dispatcher in self._dispatchers.items():
@@ -111,15 +124,18 @@ class Wrapping:
     def __enter__(self) -> Wrapping:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.restore()
 
 
 def wrap(names: Sequence[str] = ("flash_attention_2", "sdpa")) -> Wrapping:
     """Lets the attention implementations `names` take `dualkv_layout=`; calls without it run as before.
 
-    For frameworks that overwrite the attention name of a model. Use as a context manager, or keep the result and call
-    `restore()`; wrappings may be nested and left in any order. Under "sdpa" also pass a 2-D attention_mask of ones, or
-    transformers builds a T x T mask from the pack's position ids, which is refused.
+    For frameworks that overwrite the attention name of a model. Use as a context manager, or keep the
+    result and call `restore()`; wrappings may be nested and left in any order. Under "sdpa" also pass a 2-D
+    attention_mask of ones, or transformers builds a T x T mask from the pack's position ids, which is
+    refused.
     """
     return Wrapping(names)

@@ -1,7 +1,9 @@
-"""The mask half of the `"dualkv"` attention: tells the attention function which keys are padding and which rows form a sequence.
+"""The mask half of the `"dualkv"` attention: tells the attention function which keys are padding and which
+rows form a sequence.
 
-transformers calls `dualkv_mask` once per forward and mask pattern; what it returns reaches `dualkv_attention` as
-`attention_mask`. Nothing of size T x T is ever built, and a pattern that 2-D tables cannot express is refused.
+transformers calls `dualkv_mask` once per forward and mask pattern; what it returns reaches
+`dualkv_attention` as `attention_mask`. Nothing of size T x T is ever built, and a pattern that 2-D tables
+cannot express is refused.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from typing import Any
 
 import torch
 
-# Mask functions of transformers.masking_utils whose meaning reaches the attention function by other ways: causality and
-# windows as arguments, packed sequences as row ids (below), padding as the 2-D mask.
+# Mask functions of transformers.masking_utils whose meaning reaches the attention function by other ways:
+# causality and windows as arguments, packed sequences as row ids (below), padding as the 2-D mask.
 _EXPRESSIBLE = frozenset({
     "and_masks", "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
     "sliding_window_bidirectional_overlay", "padding_mask_function", "packed_sequence_mask_function",
@@ -30,24 +32,29 @@ def dualkv_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The `attention_mask` of the attention function; None where every key is a real token of one sequence per row.
+    """The `attention_mask` of the attention function; None where every key is a real token of one sequence
+    per row.
 
-    - padding, or a static cache that is not full yet: bool (batch_size, 1, 1, 1, num_keys), True on real tokens; the keys
-      behind `num_keys` are unused cache;
-    - several sequences in one row (`position_ids` that jump): int64 (batch_size, 1, 1, 1, q_length), the sequence of each row.
+    - padding, or a static cache that is not full yet: bool (batch_size, 1, 1, 1, num_keys), True on real
+      tokens; the keys behind `num_keys` are unused cache;
+    - several sequences in one row (`position_ids` that jump): int64 (batch_size, 1, 1, 1, q_length), the
+      sequence of each row.
 
-    Five dimensions, because models hand masks of two or four dimensions of their own to attention, and because Gemma-4 cuts
-    masks to the last queries (`mask[:, :, -n:, :]`), which these survive. Raises NotImplementedError for patterns that
-    neither can express (chunks, blocks, masks of the caller's own).
+    Five dimensions, because models hand masks of two or four dimensions of their own to attention, and
+    because Gemma-4 cuts masks to the last queries (`mask[:, :, -n:, :]`), which these survive. Raises
+    NotImplementedError for patterns that neither can express (chunks, blocks, masks of the caller's own).
     """
     sequence_ids = None
     for name, function in _parts(mask_function):
         if name not in _EXPRESSIBLE:
-            raise NotImplementedError(f"dualkv attention cannot express the mask pattern {name!r} that this model asks for")
+            raise NotImplementedError(
+                f"dualkv attention cannot express the mask pattern {name!r} that this model asks for"
+            )
         if name == "packed_sequence_mask_function":
             sequence_ids = _closure(function)["packed_sequence_mask"]
     if attention_mask is not None:
-        # A sliding cache holds the last kv_length tokens only. A mask that is shorter than the keys comes from a static cache.
+        # A sliding cache holds the last kv_length tokens only. A mask that is shorter than the keys comes
+        # from a static cache.
         attention_mask = attention_mask[:, -kv_length:]
         if attention_mask.shape[1] == kv_length and bool(attention_mask.all()):
             return None
@@ -62,11 +69,12 @@ def dualkv_mask(
 
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:
     cells = getattr(function, "__closure__", None) or ()
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
 def _parts(mask_function: Callable[..., Any] | None) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The functions that a mask function of transformers is composed of, each with the name of its factory."""
+    """The functions that a mask function of transformers is composed of, each with the name of its
+    factory."""
     pending = [] if mask_function is None else [mask_function]
     while pending:
         function = pending.pop()

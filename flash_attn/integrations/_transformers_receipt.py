@@ -1,7 +1,9 @@
-"""Proof that every attention layer of a forward used the layout: a packed batch is silently wrong where one did not.
+"""Proof that every attention layer of a forward used the layout: a packed batch is silently wrong where one
+did not.
 
-`dualkv_attention` reports each call here; `receipt` compares, when the forward is done, the modules that reported with those
-the model has. Recomputation in backward (gradient checkpointing) happens later or again and changes nothing.
+`dualkv_attention` reports each call here; `receipt` compares, when the forward is done, the modules that
+reported with those the model has. Recomputation in backward (gradient checkpointing) happens later or again
+and changes nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ _active = threading.local()
 class Receipt:
     """Which attention modules of one forward saw the layout.
 
-    `expected` are the names of the model's attention modules, `seen` of those that used `layout`, `unshared` of those that
-    ran without it.
+    `expected` are the names of the model's attention modules, `seen` of those that used `layout`,
+    `unshared` of those that ran without it.
     """
 
     def __init__(self, model: torch.nn.Module, layout: SharedPromptLayout) -> None:
@@ -50,12 +52,15 @@ class Receipt:
 
     def check(self) -> None:
         """Raises RuntimeError naming the attention layers that did not use the layout."""
-        missing = [name for key, name in self._names.items() if key not in self._seen or key in self._unshared]
+        missing = [
+            name for key, name in self._names.items() if key not in self._seen or key in self._unshared
+        ]
         if missing or not self._names:
             raise RuntimeError(
-                f"{len(self._names) - len(missing)} of {len(self._names)} attention layers used the shared-prompt layout; the "
-                f"result is wrong. Missing: {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. Is the attention "
-                'implementation "dualkv" (register) or wrapped (wrap), and does the model pass dualkv_layout on (else: inject)?'
+                f"{len(self._names) - len(missing)} of {len(self._names)} attention layers used the "
+                f"shared-prompt layout; the result is wrong. Missing: {', '.join(missing[:8])}"
+                f"{', ...' if missing[8:] else ''}. Is the attention implementation \"dualkv\" (register) or "
+                "wrapped (wrap), and does the model pass dualkv_layout on (else: inject)?"
             )
 
 
@@ -68,7 +73,8 @@ def record(module: torch.nn.Module, layout: SharedPromptLayout | None) -> None:
 
 @contextlib.contextmanager
 def receipt(model: torch.nn.Module, layout: SharedPromptLayout) -> Iterator[Receipt]:
-    """Checks, on leaving without an exception, that every attention layer of `model` used `layout` within the block."""
+    """Checks, on leaving without an exception, that every attention layer of `model` used `layout` within
+    the block."""
     entry = Receipt(model, layout)
     receipts = _active.__dict__.setdefault("receipts", [])
     receipts.append(entry)

@@ -1,7 +1,8 @@
-"""May this model run on shared-prompt packs? Decided before any forward, from its layer types and its modules.
+"""May this model run on shared-prompt packs? Decided before any forward, from its layer types and its
+modules.
 
-A pack is right only if rows mix in attention and nowhere else, and if every layer asks the attention interface. The list of
-allowed layer types is closed: what is not known to be right is refused by name.
+A pack is right only if rows mix in attention and nowhere else, and if every layer asks the attention
+interface. The list of allowed layer types is closed: what is not known to be right is refused by name.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ import torch
 from flash_attn.integrations._transformers_rope import length_dependent_rope
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Older spellings of layer_types, and attributes by which configurations without layer_types say that layers mix rows
-# otherwise: recurrences, convolutions, chunks, biases by distance.
+# Older spellings of layer_types, and attributes by which configurations without layer_types say that layers
+# mix rows otherwise: recurrences, convolutions, chunks, biases by distance.
 _LAYER_TYPE_NAMES = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
 _OTHER_MIXING = (
-    "attention_chunk_size", "conv_L_cache", "conv_kernel", "ssm_cfg", "state_size", "mamba_d_state", "linear_conv_kernel_dim",
-    "attn_layer_period", "alibi", "use_logn_attn", "use_dynamic_ntk", "reorder_and_upcast_attn", "index_topk",
+    "attention_chunk_size", "conv_L_cache", "conv_kernel", "ssm_cfg", "state_size", "mamba_d_state",
+    "linear_conv_kernel_dim", "attn_layer_period", "alibi", "use_logn_attn", "use_dynamic_ntk",
+    "reorder_and_upcast_attn", "index_topk",
 )  # fmt: skip
 _OTHER_MIXING_CLASSES = re.compile(
-    r"Mamba|SSM|ShortConv|GatedDelta|LinearAttention|LightningAttention|Rwkv|RWKV|Retention|Recurrent|Indexer|mLSTM|sLSTM"
+    r"Mamba|SSM|ShortConv|GatedDelta|LinearAttention|LightningAttention|Rwkv|RWKV|Retention|Recurrent|Indexer|[ms]LSTM"
 )
-_DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attention_dropout_prob")
+_DROPOUT_NAMES = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+    "attention_dropout_prob",
+)
 _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
@@ -36,7 +44,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif isinstance(model, torch.nn.parallel.DistributedDataParallel) or hasattr(model, "_fsdp_wrapped_module"):
+        elif isinstance(model, torch.nn.parallel.DistributedDataParallel) or hasattr(
+            model, "_fsdp_wrapped_module"
+        ):
             model = model.module
         elif hasattr(model, "get_base_model"):
             model = model.get_base_model()
@@ -72,11 +82,13 @@ def _asks_interface(cls: type) -> bool:
 
 
 def require_supported(config_or_model: Any, *, training: bool | None = None) -> None:
-    """Raises NotImplementedError, naming the reason, unless the model gives right results on shared-prompt packs.
+    """Raises NotImplementedError, naming the reason, unless the model gives right results on shared-prompt
+    packs.
 
-    Takes a transformers model, bare or wrapped, or a configuration (of which an empty model is then built, without memory for
-    weights). `training` (default: the model's own mode; True for a configuration) refuses attention dropout above 0.
-    Rotary embeddings that depend on length (dynamic, LongRoPE) pass here and are checked with each pack's lengths.
+    Takes a transformers model, bare or wrapped, or a configuration (of which an empty model is then built,
+    without memory for weights). `training` (default: the model's own mode; True for a configuration)
+    refuses attention dropout above 0. Rotary embeddings that depend on length (dynamic, LongRoPE) pass here
+    and are checked with each pack's lengths.
     """
     if isinstance(config_or_model, torch.nn.Module):
         model = unwrap(config_or_model)
@@ -87,7 +99,7 @@ def require_supported(config_or_model: Any, *, training: bool | None = None) -> 
         training = True if training is None else training
     if config is None or not hasattr(config, "get_text_config"):
         raise TypeError(
-            f"config_or_model must be a transformers model or configuration, got {type(config_or_model).__name__}"
+            f"config_or_model must be a transformers model or config, got {type(config_or_model).__name__}"
         )
     if training:
         _refuse_dropout(config)
@@ -106,7 +118,9 @@ def _refuse_dropout(config: Any) -> None:
     text = config.get_text_config()
     for name in _DROPOUT_NAMES:
         if getattr(text, name, 0.0):
-            raise NotImplementedError(f"{name}={getattr(text, name)}: attention dropout is not supported in training, set it to 0")
+            raise NotImplementedError(
+                f"{name}={getattr(text, name)}: attention dropout is not supported in training, set it to 0"
+            )
 
 
 def _check_config(config: Any) -> None:
@@ -114,18 +128,25 @@ def _check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{kind}: encoder-decoder models are not supported")
     text = config.get_text_config()
-    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):
+    if getattr(text, "is_causal", True) is False or getattr(
+        text, "use_bidirectional_attention", None
+    ) not in (None, False, "vision"):
         raise NotImplementedError(f"{kind}: only causal attention is supported on shared-prompt packs")
     for name in _LAYER_TYPE_NAMES:
         layer_types = getattr(text, name, None)
         unknown = sorted(set(layer_types or ()) - SUPPORTED_LAYER_TYPES)
         if unknown:
             raise NotImplementedError(
-                f"{kind}: layer type {unknown[0]!r} is not supported, only {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
+                f"{kind}: layer type {unknown[0]!r} is not supported on shared-prompt packs, only "
+                + " and ".join(sorted(SUPPORTED_LAYER_TYPES))
             )
     for name in _OTHER_MIXING:
-        if getattr(text, name, None) and not (name == "attention_chunk_size" and getattr(text, "layer_types", None)):
-            raise NotImplementedError(f"{kind}: {name}={getattr(text, name)!r} is not supported: rows would mix outside attention")
+        if getattr(text, name, None) and not (
+            name == "attention_chunk_size" and getattr(text, "layer_types", None)
+        ):
+            raise NotImplementedError(
+                f"{kind}: {name}={getattr(text, name)!r} is not supported: rows would mix outside attention"
+            )
     if not getattr(text, "num_attention_heads", 0):
         raise NotImplementedError(f"{kind}: has no attention heads")
     length_dependent_rope(text)
@@ -142,12 +163,16 @@ def _check_modules(model: torch.nn.Module) -> None:
     backbone = text_backbone(model)
     kind = type(model).__name__
     for name, module in backbone.named_modules():
-        other = next((c.__name__ for c in type(module).__mro__ if _OTHER_MIXING_CLASSES.search(c.__name__)), None)
+        other = next(
+            (c.__name__ for c in type(module).__mro__ if _OTHER_MIXING_CLASSES.search(c.__name__)), None
+        )
         if other or isinstance(module, (torch.nn.Conv1d, torch.nn.RNNBase)):
-            raise NotImplementedError(f"{kind}: module {name} ({other or type(module).__name__}) mixes rows outside attention")
+            raise NotImplementedError(
+                f"{kind}: module {name} ({other or type(module).__name__}) mixes rows outside attention"
+            )
     num_attention = len(attention_modules(backbone))
     num_layers = model.config.get_text_config().num_hidden_layers
     if num_attention != num_layers:
         raise NotImplementedError(
-            f"{kind}: {num_attention} modules use transformers' attention interface, but there are {num_layers} layers"
+            f"{kind}: {num_layers} layers, but {num_attention} modules that use the attention interface"
         )

@@ -1,10 +1,12 @@
-"""Shared-prompt attention in transformers models: register the attention "dualkv", pass `dualkv_layout=` to the model.
+"""Shared-prompt attention in transformers models: register the attention "dualkv", pass `dualkv_layout=` to
+the model.
 
     register(); model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dualkv")
     packed = pack(...); outputs = packed_forward(model, packed)
 
-Also: `log_probs_of_batch` (what a policy loss needs), `require_supported` (before anything runs), `inject` and `wrap` (for
-frameworks that drop kwargs or overwrite names). Without a layout "dualkv" is FlashAttention: training, padding, generation.
+Also: `log_probs_of_batch` (what a policy loss needs), `require_supported` (before anything runs), `inject`
+and `wrap` (for frameworks that drop kwargs or overwrite names). Without a layout "dualkv" is
+FlashAttention: training, padding, generation.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from flash_attn.integrations._transformers_support import require_supported, tex
 from flash_attn.shared_prompt.layout import SharedPromptLayout
 
 __all__ = [
-    "TESTED_VERSIONS", "Injection", "Receipt", "Wrapping", "inject", "multiplicity_mask", "packed_forward", "receipt", "register",
-    "require_supported", "text_backbone", "unregister", "wrap",
+    "TESTED_VERSIONS", "register", "unregister", "require_supported", "packed_forward", "multiplicity_mask",
+    "receipt", "Receipt", "inject", "Injection", "wrap", "Wrapping", "text_backbone",
 ]  # fmt: skip
 
 TESTED_VERSIONS = ("5.23.0",)
@@ -46,9 +48,11 @@ class Packed(Protocol):
 
 
 def register(name: str = "dualkv") -> str:
-    """Makes `attn_implementation=name` known to transformers: attention function and mask function. May be called again.
+    """Makes `attn_implementation=name` known to transformers: attention function and mask function. May be
+    called again.
 
-    The name must not contain "flash" (transformers would look for a package of that name) nor be taken by another function.
+    The name must not contain "flash" (transformers would look for a package of that name) nor be taken by
+    another function.
     """
     if not isinstance(name, str) or "flash" in name or "|" in name or name in ("", "eager"):
         raise ValueError(f'name must be a new name without "flash" and "|", got {name!r}')
@@ -70,19 +74,21 @@ def unregister(name: str = "dualkv") -> None:
 def multiplicity_mask(layout: SharedPromptLayout) -> torch.Tensor:
     """(1, T) int64 attention_mask for MoE models: how often each row occurs in the replicated batch.
 
-    transformers weighs the tokens of the auxiliary load-balancing loss by this mask, so that the loss of the pack equals that
-    of the replicated batch. Attention itself only asks whether a row is zero.
+    transformers weighs the tokens of the auxiliary load-balancing loss by this mask, so that the loss of
+    the pack equals that of the replicated batch. Attention itself only asks whether a row is zero.
     """
     return layout.multiplicity.unsqueeze(0)
 
 
 def packed_forward(model: torch.nn.Module, packed: Packed, **kwargs: Any) -> Any:
-    """One forward of a shared-prompt pack, refused before it runs where the model is not supported, and checked after it.
+    """One forward of a shared-prompt pack, refused before it runs where the model is not supported, and
+    checked after it.
 
-    `packed` has input_ids and position_ids (1, T) and a layout, as `flash_attn.shared_prompt.pack` gives them. Other arguments
-    go to the model (inputs_embeds replaces input_ids); its outputs come back, e.g. logits (1, T, V). Works with the
-    implementation "dualkv" and with wrapped ones. The auxiliary loss of MoE models (output_router_logits) is that of the
-    replicated batch. Raises RuntimeError when an attention layer did not use the layout.
+    `packed` has input_ids and position_ids (1, T) and a layout, as `flash_attn.shared_prompt.pack` gives
+    them. Other arguments go to the model (inputs_embeds replaces input_ids); its outputs come back, e.g.
+    logits (1, T, V). Works with the implementation "dualkv" and with wrapped ones. The auxiliary loss of
+    MoE models (output_router_logits) is that of the replicated batch. Raises RuntimeError when an attention
+    layer did not use the layout.
     """
     require_supported(model)
     layout = packed.layout
@@ -90,7 +96,9 @@ def packed_forward(model: torch.nn.Module, packed: Packed, **kwargs: Any) -> Any
     check_rope(config.get_text_config(), layout)
     if kwargs.get("attention_mask") is not None:
         raise ValueError("attention_mask must not be given: the layout describes the pack")
-    inputs: dict[str, Any] = {} if kwargs.get("inputs_embeds") is not None else {"input_ids": packed.input_ids}
+    inputs: dict[str, Any] = (
+        {} if kwargs.get("inputs_embeds") is not None else {"input_ids": packed.input_ids}
+    )
     inputs.update(position_ids=packed.position_ids, use_cache=False, dualkv_layout=layout)
     router = kwargs.get("output_router_logits")
     if router is None:
@@ -104,6 +112,7 @@ def packed_forward(model: torch.nn.Module, packed: Packed, **kwargs: Any) -> Any
 
 
 def _builds_no_mask(config: Any) -> bool:
-    """Whether the model's mask function is content without an attention_mask; sdpa's would be T x T for packed positions."""
+    """Whether the model's mask function is content without an attention_mask; sdpa's would be T x T for
+    packed positions."""
     masks: Mapping[str, Any] = AttentionMaskInterface._global_mapping
     return masks.get(config.get_text_config()._attn_implementation) is dualkv_mask

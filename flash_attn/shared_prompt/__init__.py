@@ -2,6 +2,7 @@
 
 from flash_attn.shared_prompt.grouping import PromptGroups, group_by_prompt
 from flash_attn.shared_prompt.layout import SharedPromptLayout
+from flash_attn.shared_prompt.log_probs import LogProbs, log_probs
 from flash_attn.shared_prompt.packing import (
     PackedBatch,
     pack,
@@ -21,4 +22,6 @@ __all__ = [
     "unpack_responses",
     "PromptGroups",
     "group_by_prompt",
+    "LogProbs",
+    "log_probs",
 ]
