@@ -72,7 +72,7 @@ class Case:
     with_dlse: bool = False
     scale_q: float = 1.0
     seed: int = 0
-    tensors: dict[str, Tensor] = field(init=False, default_factory=dict)
+    tensors: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
