@@ -93,27 +93,41 @@ struct LaneAddress {
         int const low = chunk_step & (SharedTile<kCols>::kSwizzled - 1);
         return (address ^ (low << 4)) + ((chunk_step - low) << 4) + row_step * SharedTile<kCols>::kPitch;
     }
+    // The same address plus a run-time offset (a multiple of the tile's swizzle period), in a register of its own: keeps the
+    // compiler from holding every flipped variant of an address alive across a whole loop.
+    __device__ LaneAddress moved(uint32_t offset) const {
+        LaneAddress copy = *this;
+        copy.address += offset;
+        asm volatile("" : "+r"(copy.address));
+        return copy;
+    }
 };
+
+// A value the compiler must not remember across this point: what is derived from it is computed again, not kept in registers.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 // The four ways an operand lies in shared memory. `first` is the warp's first row or column of the operand.
 template <int kCols>  // A stored [m][k]
 __device__ __forceinline__ LaneAddress<kCols> lane_a(uint32_t base, int first_row) {
-    int const lane = threadIdx.x % 32;
+    int const lane = opaque(threadIdx.x) % 32;
     return {base, first_row + lane % 16, lane / 16};
 }
 template <int kCols>  // A stored [k][m]
 __device__ __forceinline__ LaneAddress<kCols> lane_a_transposed(uint32_t base, int first_chunk) {
-    int const lane = threadIdx.x % 32;
+    int const lane = opaque(threadIdx.x) % 32;
     return {base, lane % 8 + lane / 16 * 8, first_chunk + lane / 8 % 2};
 }
 template <int kCols>  // B stored [n][k]
 __device__ __forceinline__ LaneAddress<kCols> lane_b(uint32_t base, int first_row) {
-    int const lane = threadIdx.x % 32;
+    int const lane = opaque(threadIdx.x) % 32;
     return {base, first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2};
 }
 template <int kCols>  // B stored [k][n]
 __device__ __forceinline__ LaneAddress<kCols> lane_b_transposed(uint32_t base, int first_chunk) {
-    int const lane = threadIdx.x % 32;
+    int const lane = opaque(threadIdx.x) % 32;
     return {base, lane % 16, first_chunk + lane / 16};
 }
 
@@ -211,7 +225,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, void const* source, int
     constexpr int kLanes = SharedTile<kCols>::kSwizzled;  // threads that share a row
     constexpr int kStep = kThreads / kLanes;
     static_assert(kRows % kStep == 0 && kStep % 8 == 0 && kCols / 8 % kLanes == 0);
-    int const row = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
+    int const thread = opaque(threadIdx.x), row = thread / kLanes, chunk = thread % kLanes;
     uint32_t const to = tile + SharedTile<kCols>::offset(row, chunk);
     char const* from = static_cast<char const*>(source) + (row * row_stride + chunk * 8) * 2;
     unsigned const count = last > first ? last - first : 0;

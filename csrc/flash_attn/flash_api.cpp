@@ -1,0 +1,308 @@
+// torch.ops.flash_attn_cuda.{plan, fwd, bwd}: check -> allocate -> parameters -> kernels. Called by flash_attn/_ops.py,
+// where the arguments' meaning is documented. LibTorch stable ABI; no Python symbols.
+#include <algorithm>
+#include <cstdlib>
+#include <tuple>
+
+#include "src/common/bwd_preprocess.h"
+#include "src/common/plan_launch.h"
+#include "tensors.h"
+
+namespace flash_attn {
+namespace {
+
+constexpr int64_t kIntMax = INT32_MAX;
+
+Kernels const& kernels_for(Device const& device, int64_t head_dim, DType dtype) {
+    Kernels const* kernels = find_kernels(device, head_dim, dtype);
+    if (!kernels) throw std::runtime_error(why_not(device, head_dim, dtype));
+    return *kernels;
+}
+
+template <typename Function, typename Params>
+void launch(Function function, Params const& params, Kernels const& kernels, char const* pass, cudaStream_t stream) {
+    if (!function) throw std::runtime_error(text("flash_attn: ", name_of(kernels, pass), " is not built in this library"));
+    check_cuda(function(params, stream), name_of(kernels, pass));
+}
+
+// Context items alone would leave SMs idle (short prompts): cut their rows in up to kMaxSplits parts. From shapes only.
+int choose_splits(int64_t context_rows, int64_t num_heads_k, int num_sms, int block) {
+    int64_t const items = (context_rows + block - 1) / block * num_heads_k;
+    return items == 0 ? 1 : int(std::clamp<int64_t>((num_sms + items / 2) / items, 1, kMaxSplits));
+}
+
+// Splits are not an argument of bwd: the length of the list says how many the plan was built with.
+int splits_of(int64_t num_key_items, FwdParams const& p, bool context_in_k, int64_t num_segments, int block) {
+    for (int splits = 1; splits <= kMaxSplits; ++splits)
+        if (key_capacity(p.total_k, p.total_context, context_in_k, num_segments, block, splits) == num_key_items) return splits;
+    check(false, "plan[3]", "be built for these tensors", num_key_items);
+    return 1;
+}
+
+std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std::optional<int64_t> total_context,
+                         int64_t context_rows, int64_t num_heads_k, int64_t head_dim, ScalarType dtype, bool causal,
+                         int64_t window_left, int64_t window_right) {
+    check_table(segments, "segments", 6, segments);
+    for (int64_t rows : {total_q, total_k, total_context.value_or(0)}) check(rows >= 0 && rows <= kIntMax, "rows", "be below 2**31", rows);
+    Device const& device = device_of(segments.get_device_index());
+    Kernels const& kernels = kernels_for(device, head_dim, dtype_of(dtype));
+    TileSizes const tile = tile_sizes_of(kernels, device);
+    auto const window = [](int64_t w) { return int(w < 0 ? -1 : std::min<int64_t>(w, kIntMax)); };
+
+    PlanParams p{};
+    p.segments = static_cast<int const*>(segments.data_ptr());
+    p.num_segments = int(segments.size(0));
+    p.total_q = int(total_q), p.total_k = int(total_k), p.total_context = int(total_context.value_or(total_k));
+    p.context_in_k = !total_context.has_value();
+    p.window_left = window(window_left);
+    p.window_right = causal ? 0 : window(window_right);
+    p.fwd_block_m = tile.fwd_block_m, p.bwd_block_n = tile.bwd_block_n;
+    p.num_splits = choose_splits(context_rows, num_heads_k, device.num_sms, tile.bwd_block_n);
+    int64_t const queries = query_capacity(total_q, p.num_segments, tile.fwd_block_m);
+    int64_t const keys = key_capacity(total_k, p.total_context, p.context_in_k, p.num_segments, tile.bwd_block_n, p.num_splits);
+    check(queries + keys <= kIntMax, "segments", "have fewer rows", shape_of(segments));
+    p.query_capacity = int(queries), p.key_capacity = int(keys);
+
+    DeviceScope const scope(device.index);
+    std::vector<Tensor> tables{new_empty(segments, {total_q, 4}, ScalarType::Int),
+                               new_empty(segments, {(total_q + kBlockRows - 1) / kBlockRows, 8}, ScalarType::Int),
+                               new_empty(segments, {queries, 12}, ScalarType::Int),
+                               new_empty(segments, {keys, 8}, ScalarType::Int)};
+    Tensor const scratch = new_bytes(segments, plan_scratch_bytes(p));
+    p.row_span = static_cast<RowSpan*>(tables[0].data_ptr());
+    p.block_span = static_cast<BlockSpan*>(tables[1].data_ptr());
+    p.query_items = static_cast<QueryItem*>(tables[2].data_ptr());
+    p.key_items = static_cast<KeyItem*>(tables[3].data_ptr());
+    set_plan_scratch(p, scratch.data_ptr());
+    check_cuda(run_plan(p, current_stream(device.index)), "plan");
+    return tables;
+}
+
+// What forward and backward share: checked operands, and the parameters they fill. Tensors are kept alive here.
+struct Call {
+    Tensor q, k, v, k_context, v_context, tile_counter;
+    bool context_in_k;
+    Kernels const* kernels;
+    FwdParams params{};
+
+    Call(Tensor const& q_, Tensor const& k_, Tensor const& v_, OptionalTensor const& k_context_, OptionalTensor const& v_context_,
+         Tensor const& segments, std::vector<Tensor> const& plan, double softmax_scale, double softcap) {
+        check(q_.dim() == 3 && q_.is_cuda(), "q", "be (total_q, num_heads, head_dim) on a GPU", shape_of(q_));
+        check_operand(k_, "k", "(total_k, num_heads_k, head_dim)", q_);
+        check_operand(v_, "v", "(total_k, num_heads_k, head_dim)", q_);
+        check(v_.size(0) == k_.size(0) && v_.size(1) == k_.size(1), "v", text("have the shape of k, ", shape_of(k_)), shape_of(v_));
+        check(q_.size(2) % 8 == 0, "head_dim", "be a multiple of 8", q_.size(2));
+        check(k_.size(1) > 0 && q_.size(1) % k_.size(1) == 0, "num_heads", text("be a multiple of num_heads_k, ", k_.size(1)), q_.size(1));
+        context_in_k = !k_context_.has_value();
+        if (!context_in_k) {
+            check(v_context_.has_value(), "v_context", "be given with k_context", "None");
+            check_operand(*k_context_, "k_context", "(total_context, num_heads_k, head_dim)", q_);
+            check_operand(*v_context_, "v_context", "(total_context, num_heads_k, head_dim)", q_);
+            check(k_context_->size(1) == k_.size(1), "k_context", text("have ", k_.size(1), " heads"), shape_of(*k_context_));
+            check(shape_of(*v_context_) == shape_of(*k_context_), "v_context", "have the shape of k_context", shape_of(*v_context_));
+        }
+        check(plan.size() == 4, "plan", "have four tables", plan.size());
+        int64_t const total_q = q_.size(0);
+        check(total_q <= kIntMax && k_.size(0) <= kIntMax, "q and k", "have fewer than 2**31 rows", total_q);
+        check_table(segments, "segments", 6, q_);
+        check_table(plan[0], "plan[0]", 4, q_);
+        check_table(plan[1], "plan[1]", 8, q_);
+        check_table(plan[2], "plan[2]", 12, q_);
+        check_table(plan[3], "plan[3]", 8, q_);
+        check(plan[0].size(0) == total_q, "plan", text("be built for ", total_q, " rows of q"), plan[0].size(0));
+
+        Device const& device = device_of(q_.get_device_index());
+        kernels = &kernels_for(device, q_.size(2), dtype_of(q_.scalar_type()));
+        TileSizes const tile = tile_sizes_of(*kernels, device);
+        check(plan[2].size(0) == query_capacity(total_q, segments.size(0), tile.fwd_block_m), "plan[2]", "be built for these tensors",
+              plan[2].size(0));
+
+        q = as_operand(q_), k = as_operand(k_), v = as_operand(v_);
+        k_context = context_in_k ? k : as_operand(*k_context_);
+        v_context = context_in_k ? v : as_operand(*v_context_);
+        params.q = q.data_ptr(), params.k = k.data_ptr(), params.v = v.data_ptr();
+        params.k_context = k_context.data_ptr(), params.v_context = v_context.data_ptr();
+        params.q_row_stride = q.stride(0), params.q_head_stride = q.stride(1);
+        params.k_row_stride = k.stride(0), params.k_head_stride = k.stride(1);
+        params.v_row_stride = v.stride(0), params.v_head_stride = v.stride(1);
+        params.k_context_row_stride = k_context.stride(0), params.k_context_head_stride = k_context.stride(1);
+        params.v_context_row_stride = v_context.stride(0), params.v_context_head_stride = v_context.stride(1);
+        params.total_q = int(total_q), params.total_k = int(k.size(0)), params.total_context = int(k_context.size(0));
+        params.num_heads = int(q.size(1)), params.num_heads_k = int(k.size(1)), params.head_dim = int(q.size(2));
+        params.softmax_scale = float(softmax_scale), params.softcap = float(softcap);
+        params.plan = {static_cast<RowSpan const*>(plan[0].data_ptr()), static_cast<BlockSpan const*>(plan[1].data_ptr()),
+                       static_cast<QueryItem const*>(plan[2].data_ptr()), static_cast<KeyItem const*>(plan[3].data_ptr()),
+                       int(plan[2].size(0)), int(plan[3].size(0))};
+    }
+
+    void set_out(Tensor const& out, Tensor const& lse) {
+        params.out = out.data_ptr(), params.out_row_stride = out.stride(0), params.out_head_stride = out.stride(1);
+        params.lse = static_cast<float*>(lse.data_ptr()), params.lse_head_stride = lse.stride(0);
+    }
+
+    // A zero for persistent schedulers.
+    void reset_counter(cudaStream_t stream) {
+        if (!params.tile_counter) {
+            tile_counter = new_bytes(q, 16);
+            params.tile_counter = static_cast<int*>(tile_counter.data_ptr());
+        }
+        check_cuda(cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream), "cudaMemsetAsync");
+    }
+
+    bool no_keys() const { return params.total_k == 0 && params.total_context == 0; }
+};
+
+std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, OptionalTensor k_context, OptionalTensor v_context, Tensor segments,
+                               OptionalTensor, std::vector<Tensor> plan, int64_t, int64_t, double softmax_scale, bool, int64_t, int64_t,
+                               double softcap, bool) {
+    Call call(q, k, v, k_context, v_context, segments, plan, softmax_scale, softcap);
+    Tensor out = new_empty(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
+    Tensor lse = new_empty(q, {q.size(1), q.size(0)}, ScalarType::Float);
+    if (call.no_keys()) {
+        torch::stable::zero_(out);
+        torch::stable::fill_(lse, -INFINITY);
+    } else if (q.size(0) > 0) {
+        int const device = q.get_device_index();
+        DeviceScope const scope(device);
+        cudaStream_t const stream = current_stream(device);
+        call.set_out(out, lse);
+        call.reset_counter(stream);
+        launch(call.kernels->fwd, call.params, *call.kernels, "fwd", stream);
+    }
+    return {out, lse};
+}
+
+// Bytes that the fp32 accumulator of dq may take; kv heads are processed in chunks that keep within it.
+int64_t dq_accum_limit() {
+    char const* value = std::getenv("FLASH_ATTN_DQ_ACCUM_MB");
+    int64_t const megabytes = value ? std::atoll(value) : 512;
+    check(megabytes > 0, "FLASH_ATTN_DQ_ACCUM_MB", "be a positive number", value ? value : "");
+    return megabytes << 20;
+}
+
+struct Gradients {
+    Tensor dq, dk, dv, dk_context, dv_context;
+};
+
+void set_gradients(BwdParams& p, Gradients const& g, bool context_in_k) {
+    Tensor const& dkc = context_in_k ? g.dk : g.dk_context;
+    Tensor const& dvc = context_in_k ? g.dv : g.dv_context;
+    p.dq = g.dq.data_ptr(), p.dq_row_stride = g.dq.stride(0), p.dq_head_stride = g.dq.stride(1);
+    p.dk = g.dk.data_ptr(), p.dk_row_stride = g.dk.stride(0), p.dk_head_stride = g.dk.stride(1);
+    p.dv = g.dv.data_ptr(), p.dv_row_stride = g.dv.stride(0), p.dv_head_stride = g.dv.stride(1);
+    p.dk_context = dkc.data_ptr(), p.dk_context_row_stride = dkc.stride(0), p.dk_context_head_stride = dkc.stride(1);
+    p.dv_context = dvc.data_ptr(), p.dv_context_row_stride = dvc.stride(0), p.dv_context_head_stride = dvc.stride(1);
+}
+
+// The launches: per chunk of kv heads preprocess -> main kernel -> postprocess; then the separate dq pass, if any.
+void run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_dq, cudaStream_t stream) {
+    Kernels const& kernels = *call.kernels;
+    int const heads_k = p.fwd.num_heads_k, heads_per_kv = p.fwd.num_heads / heads_k;
+    int64_t const head_bytes = heads_per_kv * p.rows_padded * kernels.head_dim * 4, limit = dq_accum_limit();
+    separate_dq = separate_dq || (head_bytes > limit && kernels.bwd_dq);
+    int64_t const chunk_limit = separate_dq ? heads_k : std::clamp<int64_t>(limit / head_bytes, 1, heads_k);
+    int const num_chunks = int((heads_k + chunk_limit - 1) / chunk_limit), chunk = (heads_k + num_chunks - 1) / num_chunks;
+    std::optional<Tensor> dq_accum;
+    if (!separate_dq) {
+        dq_accum = new_bytes(q, chunk * head_bytes);
+        p.dq_accum = static_cast<float*>(dq_accum->data_ptr());
+    }
+    for (p.head_k_begin = 0; p.head_k_begin < heads_k; p.head_k_begin = p.head_k_end) {
+        p.head_k_end = std::min(p.head_k_begin + chunk, heads_k);
+        check_cuda(run_bwd_preprocess(p, kernels.dtype == DType::kBFloat16, kernels.head_dim, stream), "bwd preprocess");
+        launch(kernels.bwd, p, kernels, "bwd", stream);
+        if (p.dq_accum || p.dk_partial) launch(kernels.bwd_post, p, kernels, "bwd_post", stream);
+    }
+    if (!separate_dq) return;
+    p.head_k_begin = 0, p.head_k_end = heads_k;
+    call.reset_counter(stream);
+    p.fwd.tile_counter = call.params.tile_counter;
+    launch(kernels.bwd_dq, p, kernels, "bwd_dq", stream);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v,
+                                                       OptionalTensor k_context, OptionalTensor v_context, Tensor out, Tensor lse,
+                                                       Tensor segments, OptionalTensor, std::vector<Tensor> plan, int64_t, int64_t,
+                                                       double softmax_scale, bool, int64_t, int64_t, double softcap, bool deterministic) {
+    Call call(q, k, v, k_context, v_context, segments, plan, softmax_scale, softcap);
+    for (auto const& [x, name] : {std::pair{&dout, "dout"}, std::pair{&out, "out"}}) {
+        check_operand(*x, name, "(total_q, num_heads, head_dim)", q);
+        check(shape_of(*x) == shape_of(q), name, text("have the shape of q, ", shape_of(q)), shape_of(*x));
+    }
+    std::string const lse_shape = text("[", q.size(1), ", ", q.size(0), "]");
+    check(shape_of(lse) == lse_shape && lse.scalar_type() == ScalarType::Float, "lse", "be float32 (num_heads, total_q)", shape_of(lse));
+    if (dlse) check(shape_of(*dlse) == lse_shape && dlse->scalar_type() == ScalarType::Float, "dlse", "be float32 (num_heads, total_q)", shape_of(*dlse));
+
+    auto const like = [](Tensor const& x) { return new_empty(x, {x.size(0), x.size(1), x.size(2)}, x.scalar_type()); };
+    auto const none = [](Tensor const& x) { return new_empty(x, {0, x.size(1), x.size(2)}, x.scalar_type()); };
+    Gradients g{like(q), like(k), like(v), k_context ? like(*k_context) : none(k), v_context ? like(*v_context) : none(v)};
+    if (call.no_keys() || q.size(0) == 0) {
+        for (Tensor* x : {&g.dq, &g.dk, &g.dv, &g.dk_context, &g.dv_context}) torch::stable::zero_(*x);
+        return {g.dq, g.dk, g.dv, g.dk_context, g.dv_context};
+    }
+    int const device = q.get_device_index();
+    DeviceScope const scope(device);
+    Tensor const dout_operand = as_operand(dout), out_operand = as_operand(out), lse_rows = as_row_values(lse);
+    Tensor const dlse_rows = dlse ? as_row_values(*dlse) : lse_rows;
+    call.set_out(out_operand, lse_rows);
+
+    BwdParams p{};
+    p.fwd = call.params;
+    p.dout = dout_operand.data_ptr(), p.dout_row_stride = dout_operand.stride(0), p.dout_head_stride = dout_operand.stride(1);
+    if (dlse) p.dlse = static_cast<float const*>(dlse_rows.data_ptr()), p.dlse_head_stride = dlse_rows.stride(0);
+    set_gradients(p, g, call.context_in_k);
+    p.rows_padded = (q.size(0) + 127) / 128 * 128;
+    Tensor const row_values = new_empty(q, {2, q.size(1), p.rows_padded}, ScalarType::Float);
+    p.lse_log2 = static_cast<float*>(row_values.data_ptr());
+    p.dout_dot_out = p.lse_log2 + q.size(1) * p.rows_padded;
+    p.num_splits = splits_of(p.fwd.plan.num_key_items, p.fwd, call.context_in_k, segments.size(0),
+                             tile_sizes_of(*call.kernels, device_of(device)).bwd_block_n);
+    std::optional<Tensor> partial;
+    if (p.num_splits > 1) {
+        int64_t const elements = p.num_splits * call.k_context.size(0) * k.size(1) * call.kernels->head_dim;
+        partial = new_empty(q, {2, elements}, ScalarType::Float);
+        p.dk_partial = static_cast<float*>(partial->data_ptr());
+        p.dv_partial = p.dk_partial + elements;
+    }
+    run_backward(call, p, q, deterministic, current_stream(device));
+    return {g.dq, g.dk, g.dv, g.dk_context, g.dv_context};
+}
+
+std::string built() { return built_kernels(); }
+
+std::string build_id() { return kBuildId; }
+
+// "" where the kernels run for this head dim and dtype on this device.
+std::string unsupported(int64_t device, int64_t head_dim, ScalarType dtype) {
+    return why_not(device_of(int(device)), head_dim, dtype_of(dtype));
+}
+
+}  // namespace
+}  // namespace flash_attn
+
+#define FLASH_ATTN_BATCH                                                                                                 \
+    "Tensor segments, Tensor? segments_host, Tensor[] plan, int max_seqlen_q, int max_seqlen_k, float softmax_scale, "     \
+    "bool causal, int window_size_left, int window_size_right, float softcap, bool deterministic)"
+
+STABLE_TORCH_LIBRARY(flash_attn_cuda, m) {
+    m.def("plan(Tensor segments, int total_q, int total_k, int? total_context, int context_rows, int num_heads_k, int head_dim, "
+          "ScalarType dtype, bool causal, int window_size_left, int window_size_right) -> Tensor[]");
+    m.def("fwd(Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, " FLASH_ATTN_BATCH " -> (Tensor out, Tensor lse)");
+    m.def("bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, Tensor out, Tensor lse, "
+          FLASH_ATTN_BATCH " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_context, Tensor dv_context)");
+    m.def("built() -> str");
+    m.def("build_id() -> str");
+    m.def("unsupported(int device, int head_dim, ScalarType dtype) -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn_cuda, CUDA, m) {
+    m.impl("plan", TORCH_BOX(flash_attn::plan));
+    m.impl("fwd", TORCH_BOX(flash_attn::fwd));
+    m.impl("bwd", TORCH_BOX(flash_attn::bwd));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn_cuda, CompositeExplicitAutograd, m) {
+    m.impl("built", TORCH_BOX(flash_attn::built));
+    m.impl("build_id", TORCH_BOX(flash_attn::build_id));
+    m.impl("unsupported", TORCH_BOX(flash_attn::unsupported));
+}

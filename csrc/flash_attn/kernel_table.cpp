@@ -1,0 +1,102 @@
+// Look-up in the table that kernels.py writes (kernel_table.h).
+#include "kernel_table.h"
+
+#include <array>
+#include <cstdlib>
+#include <mutex>
+
+#include "check.h"
+
+namespace flash_attn {
+namespace {
+
+constexpr int kMaxDevices = 64;
+constexpr int kSmallSharedMemory = 100 * 1024;  // sm_86, sm_89 and sm_120 give a block 99 KB
+
+Device read_device(int index) {
+    auto const attribute = [index](cudaDeviceAttr which) {
+        int value = 0;
+        check_cuda(cudaDeviceGetAttribute(&value, which, index), "cudaDeviceGetAttribute");
+        return value;
+    };
+    Device d;
+    d.index = index;
+    d.capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+    d.num_sms = attribute(cudaDevAttrMultiProcessorCount);
+    d.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return d;
+}
+
+std::string forced_arch() {
+    char const* value = std::getenv("FLASH_ATTN_FORCE_ARCH");
+    std::string const arch = value ? value : "";
+    check(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_FORCE_ARCH", "be 80 or 90", arch);
+    return arch;
+}
+
+Kernels const* find_in_arch(int arch, int64_t head_dim, DType dtype) {
+    Kernels const* best = nullptr;
+    for (int i = 0; i < kNumKernels; ++i) {
+        Kernels const& k = kKernels[i];
+        bool const fits = k.arch == arch && k.dtype == dtype && k.head_dim >= head_dim;
+        if (fits && (best == nullptr || k.head_dim < best->head_dim)) best = &k;
+    }
+    return best;
+}
+
+char const* name_of(DType dtype) { return dtype == DType::kFloat16 ? "fp16" : "bf16"; }
+
+}  // namespace
+
+Device const& device_of(int index) {
+    static std::array<Device, kMaxDevices> devices;
+    static std::array<std::once_flag, kMaxDevices> read;
+    check(index >= 0 && index < kMaxDevices, "device index", text("be below ", kMaxDevices), index);
+    std::call_once(read[index], [index] { devices[index] = read_device(index); });
+    return devices[index];
+}
+
+Kernels const* find_kernels(Device const& device, int64_t head_dim, DType dtype) {
+    std::string const forced = forced_arch();
+    if (device.capability < 80) return nullptr;
+    if (device.capability == 90 && forced != "80") {
+        Kernels const* found = find_in_arch(90, head_dim, dtype);
+        if (found || forced == "90") return found;
+    }
+    return find_in_arch(80, head_dim, dtype);
+}
+
+std::string why_not(Device const& device, int64_t head_dim, DType dtype) {
+    if (find_kernels(device, head_dim, dtype)) return "";
+    if (device.capability < 80)
+        return text("flash_attn needs a GPU of compute capability 8.0 or newer, got ", device.capability / 10, ".",
+                    device.capability % 10);
+    return text("no flash_attn kernel for head_dim ", head_dim, " in ", name_of(dtype), " on compute capability ",
+                device.capability / 10, ".", device.capability % 10, " in this library (built: ", built_kernels(),
+                "). Rebuild with FLASH_ATTN_CUDA_ARCHS, FLASH_ATTN_HEAD_DIMS and FLASH_ATTN_DTYPES, or use "
+                "FLASH_ATTN_BACKEND=composed");
+}
+
+std::string name_of(Kernels const& k, char const* pass) {
+    return text("sm", k.arch, " ", pass, " ", name_of(k.dtype), " head_dim ", k.head_dim);
+}
+
+TileSizes tile_sizes_of(Kernels const& k, Device const& device) {
+    return device.shared_memory_per_block < kSmallSharedMemory + 1024 ? k.small_tile : k.tile;
+}
+
+std::string built_kernels() {
+    std::string out;
+    int arch = 0;
+    DType dtype{};
+    for (int i = 0; i < kNumKernels; ++i) {
+        Kernels const& k = kKernels[i];
+        if (k.arch != arch) out += text(arch ? "; sm" : "sm", k.arch, ": ", name_of(k.dtype));
+        else if (k.dtype != dtype) out += text(", ", name_of(k.dtype));
+        out += text(" ", k.head_dim);
+        arch = k.arch, dtype = k.dtype;
+    }
+    return out.empty() ? "nothing" : out;
+}
+
+}  // namespace flash_attn

@@ -1,0 +1,56 @@
+// The kernels in this library. kernels.py writes the table; flash_api.cpp looks functions up here and calls them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "params.h"
+
+namespace flash_attn {
+
+enum class DType { kFloat16, kBFloat16 };
+
+using FwdFunction = cudaError_t (*)(FwdParams const&, cudaStream_t);
+using BwdFunction = cudaError_t (*)(BwdParams const&, cudaStream_t);
+
+// Functions of one arch, head dim and dtype. A pass that is not built is null.
+struct Kernels {
+    int arch;            // 80: mma.sync + cp.async, any GPU since Ampere; 90: sm_90a
+    int head_dim;        // of the kernels; tensors of a smaller one run in them
+    DType dtype;
+    TileSizes tile;        // for 163 KB of shared memory a block (227 KB for arch 90)
+    TileSizes small_tile;  // for 99 KB
+    FwdFunction fwd;
+    BwdFunction bwd, bwd_dq, bwd_post;
+};
+
+extern Kernels const kKernels[];
+extern int const kNumKernels;
+extern char const* const kBuildId;  // commit of the sources
+
+struct Device {
+    int index, capability;  // 80, 86, 90, ...
+    int num_sms;
+    int shared_memory_per_block;  // bytes a block may use
+};
+
+// Facts of a device, read once.
+Device const& device_of(int index);
+
+// Smallest kernels for this head dim: sm_90a ones on compute capability 9.0 where they are built, otherwise the sm_80
+// path. FLASH_ATTN_FORCE_ARCH=80|90 forces one. Null where nothing fits.
+Kernels const* find_kernels(Device const& device, int64_t head_dim, DType dtype);
+
+// "" where kernels run, else what is built and how to build what is missing.
+std::string why_not(Device const& device, int64_t head_dim, DType dtype);
+
+// "sm90 fwd bf16 head_dim 128"
+std::string name_of(Kernels const& kernels, char const* pass);
+
+TileSizes tile_sizes_of(Kernels const& kernels, Device const& device);
+
+// "sm80: bf16 64 128, fp16 64; sm90: bf16 128"
+std::string built_kernels();
+
+}  // namespace flash_attn

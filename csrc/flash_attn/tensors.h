@@ -1,0 +1,98 @@
+// Tensors of the stable ABI, and what the kernels need of them: addresses, strides, alignment, the current stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "kernel_table.h"
+
+namespace flash_attn {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline std::string shape_of(Tensor const& x) {
+    std::string out = "[";
+    for (int64_t i = 0; i < x.dim(); ++i) out += text(i ? ", " : "", x.size(i));
+    return out + "]";
+}
+
+inline Tensor new_empty(Tensor const& like, std::vector<int64_t> const& shape, ScalarType dtype) {
+    return torch::stable::new_empty(like, shape, dtype);
+}
+
+inline Tensor new_bytes(Tensor const& like, int64_t bytes) { return new_empty(like, {bytes}, ScalarType::Byte); }
+
+// Makes the tensor's device current, for this scope.
+class DeviceScope {
+public:
+    explicit DeviceScope(int index) {
+        check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
+        if (previous_ != index) check_cuda(cudaSetDevice(index), "cudaSetDevice");
+    }
+    ~DeviceScope() { cudaSetDevice(previous_); }
+    DeviceScope(DeviceScope const&) = delete;
+    DeviceScope& operator=(DeviceScope const&) = delete;
+
+private:
+    int previous_ = 0;
+};
+
+// torch's current stream. Looked up at run time: a torch without CUDA lacks the function, and must load this library.
+inline cudaStream_t current_stream(int device) {
+    using Function = AOTITorchError (*)(int32_t, void**);
+    static Function const function =
+        reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+    if (!function) throw std::runtime_error("flash_attn: this build of torch has no CUDA");
+    void* stream = nullptr;
+    if (function(device, &stream) != 0) throw std::runtime_error("flash_attn: no current CUDA stream");
+    return static_cast<cudaStream_t>(stream);
+}
+
+// (rows, heads, head_dim) with any strides the kernels can use: contiguous last dimension, base and strides multiples of
+// 16 bytes, no stride 0 (expanded gradients; TMA has none). Other tensors are copied.
+inline Tensor as_operand(Tensor const& x) {
+    bool ok = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && (x.stride(2) == 1 || x.size(2) == 1);
+    for (int64_t i = 0; i < 2; ++i) ok = ok && (x.size(i) <= 1 || (x.stride(i) > 0 && x.stride(i) % 8 == 0));
+    if (ok || x.numel() == 0) return x;
+    Tensor copy = new_empty(x, {x.size(0), x.size(1), x.size(2)}, x.scalar_type());
+    return torch::stable::copy_(copy, x);
+}
+
+// (num_heads, total_q) fp32 with contiguous rows.
+inline Tensor as_row_values(Tensor const& x) {
+    if (x.stride(1) == 1 || x.numel() == 0) return x;
+    Tensor copy = new_empty(x, {x.size(0), x.size(1)}, ScalarType::Float);
+    return torch::stable::copy_(copy, x);
+}
+
+inline void check_operand(Tensor const& x, char const* name, char const* shape, Tensor const& like) {
+    check(x.dim() == 3, name, text("be ", shape), shape_of(x));
+    check(x.is_cuda() && x.get_device_index() == like.get_device_index(), name, "be on the device of q",
+          text("device ", int(x.get_device_index())));
+    check(x.scalar_type() == like.scalar_type(), name, "have the dtype of q", "another");
+    check(x.size(2) == like.size(2), name, text("have the head dim of q, ", like.size(2)), shape_of(x));
+}
+
+inline void check_table(Tensor const& x, char const* name, int64_t columns, Tensor const& q) {
+    bool const ok = x.dim() == 2 && x.size(1) == columns && x.scalar_type() == ScalarType::Int && x.is_contiguous() &&
+                    x.is_cuda() && x.get_device_index() == q.get_device_index();
+    check(ok, name, text("be a contiguous int32 (n, ", columns, ") table on the device of q"), shape_of(x));
+}
+
+inline DType dtype_of(ScalarType dtype) {
+    check(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "dtype", "be float16 or bfloat16", "another");
+    return dtype == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
+}
+
+}  // namespace flash_attn
