@@ -40,7 +40,8 @@ class BuildError(RuntimeError):
 
 @dataclass
 class Options:
-    archs: tuple[int, ...]
+    gpus: tuple[int, ...]  # 80: Ampere and everything since, 90: Hopper
+    paths: tuple[int, ...]  # kernels' archs; the sm_80 path is built for Hopper too
     head_dims: tuple[int, ...] | None = None
     dtypes: tuple[str, ...] = kernel_list.DTYPES
     passes: tuple[str, ...] = kernel_list.PASSES
@@ -48,7 +49,7 @@ class Options:
     defines: tuple[str, ...] = field(default=())
 
     def kernels(self) -> list[kernel_list.Kernel]:
-        return kernel_list.all_kernels(self.archs, self.head_dims, self.dtypes, self.passes)
+        return kernel_list.all_kernels(self.paths, self.head_dims, self.dtypes, self.passes)
 
 
 def is_true(env: Mapping[str, str], name: str) -> bool:
@@ -108,7 +109,8 @@ def options_from_env(env: Mapping[str, str] = os.environ) -> Options | None:
         print(f"flash_attn: no GPU visible and no arch named, the CUDA library is not built; {HOW_TO_BUILD}")
         return None
     options = Options(
-        archs=tuple(archs),
+        gpus=tuple(archs),
+        paths=(80, 90) if 90 in archs else (80,),
         head_dims=tuple(int(d) for d in split_list(env.get("FLASH_ATTN_HEAD_DIMS", ""))) or None,
         dtypes=tuple(split_list(env.get("FLASH_ATTN_DTYPES", ""))) or kernel_list.DTYPES,
         dev=is_true(env, "FLASH_ATTN_DEV_BUILD"),
@@ -184,15 +186,15 @@ def num_jobs(env: Mapping[str, str] = os.environ) -> int:
     return max(1, min(os.cpu_count() or 1, int(available_gib() / (GIB_PER_JOB * threads))))
 
 
-def gencode(arch: int, archs: Sequence[int]) -> list[str]:
+def gencode(path: int, gpus: Sequence[int]) -> list[str]:
     """Machine code of one code path.
 
     The sm_80 path runs on Hopper too (FLASH_ATTN_FORCE_ARCH=80): natively where only Hopper is asked,
     else from its PTX, which also serves GPUs newer than this library.
     """
-    if arch == 90:
+    if path == 90:
         return ["-gencode", "arch=compute_90a,code=sm_90a"]
-    if 80 not in archs:
+    if 80 not in gpus:
         return ["-gencode", "arch=compute_90,code=sm_90"]
     return ["-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_80,code=compute_80"]
 
@@ -288,10 +290,9 @@ rule link
     # the slowest first: large head dims, backward
     kernels = zip(options.kernels(), generated, strict=True)
     for kernel, path in sorted(kernels, key=lambda kp: (-kp[0].head_dim, kp[0].pass_name != "bwd")):
-        add("cuda", path, gencode(kernel.arch, options.archs))
-    small = [flag for a in options.archs for flag in gencode(80, options.archs if a == 80 else [a])]
+        add("cuda", path, gencode(kernel.arch, options.gpus))
     for name in DEVICE_SOURCES:
-        add("cuda", CSRC / name, list(small))
+        add("cuda", CSRC / name, gencode(80, options.gpus))
     for path in [CSRC / name for name in HOST_SOURCES] + [folder / "src" / "kernel_list.cpp"]:
         add("cxx", path)
     edges.append(f"build _C.so: link {' '.join(objects)}")
@@ -351,7 +352,8 @@ def build(options: Options, folder: Path, env: Mapping[str, str] = os.environ) -
 def main() -> None:
     """Developer's build of a subset, outside pip."""
     parser = argparse.ArgumentParser(description="Compile a library with a subset of the kernels.")
-    parser.add_argument("--archs", default="80", help='"80", "90" or "80;90"')
+    parser.add_argument("--archs", default="80", help='of the kernels: "80", "90" or "80;90"')
+    parser.add_argument("--gpus", default="90", help='machine code for: "80", "90" or "80;90"')
     parser.add_argument("--head-dims", default="", help='"64;128", default: all')
     parser.add_argument("--dtypes", default=";".join(kernel_list.DTYPES))
     parser.add_argument("--passes", default=";".join(kernel_list.PASSES))
@@ -360,7 +362,8 @@ def main() -> None:
     parser.add_argument("--strict", action="store_true", help="spills and serialised wgmma are errors")
     args = parser.parse_args()
     options = Options(
-        archs=tuple(sorted({parse_arch(a) for a in split_list(args.archs)})),
+        gpus=tuple(sorted({parse_arch(a) for a in split_list(args.gpus)})),
+        paths=tuple(sorted({parse_arch(a) for a in split_list(args.archs)})),
         head_dims=tuple(int(d) for d in split_list(args.head_dims)) or None,
         dtypes=tuple(split_list(args.dtypes)),
         passes=tuple(split_list(args.passes)),

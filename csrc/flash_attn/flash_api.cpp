@@ -46,7 +46,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     for (int64_t rows : {total_q, total_k, total_context.value_or(0)}) check(rows >= 0 && rows <= kIntMax, "rows", "be below 2**31", rows);
     Device const& device = device_of(segments.get_device_index());
     Kernels const& kernels = kernels_for(device, head_dim, dtype_of(dtype));
-    TileSizes const tile = tile_sizes_of(kernels, device);
+    TileSizes const tile = kernels.tile;
     auto const window = [](int64_t w) { return int(w < 0 ? -1 : std::min<int64_t>(w, kIntMax)); };
 
     PlanParams p{};
@@ -113,8 +113,7 @@ struct Call {
 
         Device const& device = device_of(q_.get_device_index());
         kernels = &kernels_for(device, q_.size(2), dtype_of(q_.scalar_type()));
-        TileSizes const tile = tile_sizes_of(*kernels, device);
-        check(plan[2].size(0) == query_capacity(total_q, segments.size(0), tile.fwd_block_m), "plan[2]", "be built for these tensors",
+        check(plan[2].size(0) == query_capacity(total_q, segments.size(0), kernels->tile.fwd_block_m), "plan[2]", "be built for these tensors",
               plan[2].size(0));
 
         q = as_operand(q_), k = as_operand(k_), v = as_operand(v_);
@@ -256,7 +255,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, OptionalTens
     p.lse_log2 = static_cast<float*>(row_values.data_ptr());
     p.dout_dot_out = p.lse_log2 + q.size(1) * p.rows_padded;
     p.num_splits = splits_of(p.fwd.plan.num_key_items, p.fwd, call.context_in_k, segments.size(0),
-                             tile_sizes_of(*call.kernels, device_of(device)).bwd_block_n);
+                             call.kernels->tile.bwd_block_n);
     std::optional<Tensor> partial;
     if (p.num_splits > 1) {
         int64_t const elements = p.num_splits * call.k_context.size(0) * k.size(1) * call.kernels->head_dim;

@@ -11,7 +11,6 @@ namespace flash_attn {
 namespace {
 
 constexpr int kMaxDevices = 64;
-constexpr int kSmallSharedMemory = 100 * 1024;  // sm_86, sm_89 and sm_120 give a block 99 KB
 
 Device read_device(int index) {
     auto const attribute = [index](cudaDeviceAttr which) {
@@ -79,10 +78,6 @@ std::string why_not(Device const& device, int64_t head_dim, DType dtype) {
 
 std::string name_of(Kernels const& k, char const* pass) {
     return text("sm", k.arch, " ", pass, " ", name_of(k.dtype), " head_dim ", k.head_dim);
-}
-
-TileSizes tile_sizes_of(Kernels const& k, Device const& device) {
-    return device.shared_memory_per_block < kSmallSharedMemory + 1024 ? k.small_tile : k.tile;
 }
 
 std::string built_kernels() {

@@ -19,8 +19,7 @@ struct Kernels {
     int arch;            // 80: mma.sync + cp.async, any GPU since Ampere; 90: sm_90a
     int head_dim;        // of the kernels; tensors of a smaller one run in them
     DType dtype;
-    TileSizes tile;        // for 163 KB of shared memory a block (227 KB for arch 90)
-    TileSizes small_tile;  // for 99 KB
+    TileSizes tile;      // what plans are built for
     FwdFunction fwd;
     BwdFunction bwd, bwd_dq, bwd_post;
 };
@@ -47,8 +46,6 @@ std::string why_not(Device const& device, int64_t head_dim, DType dtype);
 
 // "sm90 fwd bf16 head_dim 128"
 std::string name_of(Kernels const& kernels, char const* pass);
-
-TileSizes tile_sizes_of(Kernels const& kernels, Device const& device);
 
 // "sm80: bf16 64 128, fp16 64; sm90: bf16 128"
 std::string built_kernels();

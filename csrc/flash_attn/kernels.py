@@ -114,8 +114,8 @@ def table_source(kernels: Sequence[Kernel], build_id: str) -> str:
                 columns.append(f"{space}::{name}")
             else:
                 columns.append("nullptr")
-        tiles = f"{space}::tile_sizes({head_dim}), {small_tiles(arch, head_dim)}"
-        rows.append(f"    {{{arch}, {head_dim}, {CPP_DTYPES[dtype]}, {tiles}, {', '.join(columns)}}},")
+        facts = [str(arch), str(head_dim), CPP_DTYPES[dtype], f"{space}::tile_sizes({head_dim})"]
+        rows.append(f"    {{{', '.join(facts + columns)}}},")
     includes = [f'#include "{ARCHS[a].folder}/tiles.h"' for a in dict.fromkeys(k.arch for k in kernels)]
     return "\n".join(
         [
@@ -134,11 +134,6 @@ def table_source(kernels: Sequence[Kernel], build_id: str) -> str:
             "",
         ]
     )
-
-
-def small_tiles(arch: int, head_dim: int) -> str:
-    """Tiles of GPUs with 99 KB of shared memory a block. Hopper has 227."""
-    return f"sm80::small_tile_sizes({head_dim})" if arch == 80 else "TileSizes{}"
 
 
 def write_if_changed(path: Path, text: str) -> None:
