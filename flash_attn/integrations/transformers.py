@@ -1,5 +1,4 @@
-"""Shared-prompt attention in transformers models: register the attention "dualkv", pass `dualkv_layout=` to
-the model.
+"""Shared-prompt attention in transformers models: attention "dualkv", with `dualkv_layout=` as a model kwarg.
 
     register(); model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dualkv")
     packed = pack(...); outputs = packed_forward(model, packed)
@@ -11,22 +10,23 @@ FlashAttention: training, padding, generation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
-
-import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from flash_attn.integrations._transformers_attention import dualkv_attention
+from flash_attn.integrations._transformers_forward import (
+    BatchLogProbs,
+    log_probs_of_batch,
+    multiplicity_mask,
+    packed_forward,
+)
 from flash_attn.integrations._transformers_hooks import Injection, Wrapping, inject, wrap
 from flash_attn.integrations._transformers_masks import dualkv_mask
 from flash_attn.integrations._transformers_receipt import Receipt, receipt
-from flash_attn.integrations._transformers_rope import check_rope
-from flash_attn.integrations._transformers_support import require_supported, text_backbone, unwrap
-from flash_attn.shared_prompt.layout import SharedPromptLayout
+from flash_attn.integrations._transformers_support import require_supported, text_backbone
 
 __all__ = [
-    "TESTED_VERSIONS", "register", "unregister", "require_supported", "packed_forward", "multiplicity_mask",
+    "TESTED_VERSIONS", "register", "unregister", "require_supported", "packed_forward", "log_probs_of_batch",
+    "BatchLogProbs", "multiplicity_mask",
     "receipt", "Receipt", "inject", "Injection", "wrap", "Wrapping", "text_backbone",
 ]  # fmt: skip
 
@@ -34,22 +34,8 @@ TESTED_VERSIONS = ("5.23.0",)
 """Releases of transformers that the test-suite ran on."""
 
 
-class Packed(Protocol):
-    """What `packed_forward` reads of a `flash_attn.shared_prompt` pack."""
-
-    @property
-    def input_ids(self) -> torch.Tensor: ...
-
-    @property
-    def position_ids(self) -> torch.Tensor: ...
-
-    @property
-    def layout(self) -> SharedPromptLayout: ...
-
-
 def register(name: str = "dualkv") -> str:
-    """Makes `attn_implementation=name` known to transformers: attention function and mask function. May be
-    called again.
+    """Makes `attn_implementation=name` known to transformers, attention and masks. May be called again.
 
     The name must not contain "flash" (transformers would look for a package of that name) nor be taken by
     another function.
@@ -69,50 +55,3 @@ def unregister(name: str = "dualkv") -> None:
     if AttentionInterface._global_mapping.get(name) is dualkv_attention:
         del AttentionInterface._global_mapping[name]
         AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-def multiplicity_mask(layout: SharedPromptLayout) -> torch.Tensor:
-    """(1, T) int64 attention_mask for MoE models: how often each row occurs in the replicated batch.
-
-    transformers weighs the tokens of the auxiliary load-balancing loss by this mask, so that the loss of
-    the pack equals that of the replicated batch. Attention itself only asks whether a row is zero.
-    """
-    return layout.multiplicity.unsqueeze(0)
-
-
-def packed_forward(model: torch.nn.Module, packed: Packed, **kwargs: Any) -> Any:
-    """One forward of a shared-prompt pack, refused before it runs where the model is not supported, and
-    checked after it.
-
-    `packed` has input_ids and position_ids (1, T) and a layout, as `flash_attn.shared_prompt.pack` gives
-    them. Other arguments go to the model (inputs_embeds replaces input_ids); its outputs come back, e.g.
-    logits (1, T, V). Works with the implementation "dualkv" and with wrapped ones. The auxiliary loss of
-    MoE models (output_router_logits) is that of the replicated batch. Raises RuntimeError when an attention
-    layer did not use the layout.
-    """
-    require_supported(model)
-    layout = packed.layout
-    config = unwrap(model).config
-    check_rope(config.get_text_config(), layout)
-    if kwargs.get("attention_mask") is not None:
-        raise ValueError("attention_mask must not be given: the layout describes the pack")
-    inputs: dict[str, Any] = (
-        {} if kwargs.get("inputs_embeds") is not None else {"input_ids": packed.input_ids}
-    )
-    inputs.update(position_ids=packed.position_ids, use_cache=False, dualkv_layout=layout)
-    router = kwargs.get("output_router_logits")
-    if router is None:
-        router = getattr(config.get_text_config(), "output_router_logits", False)
-    if router:
-        inputs.update(attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True)
-    elif not _builds_no_mask(config):
-        inputs["attention_mask"] = torch.ones_like(packed.input_ids)
-    with receipt(model, layout):
-        return model(**{**inputs, **kwargs})
-
-
-def _builds_no_mask(config: Any) -> bool:
-    """Whether the model's mask function is content without an attention_mask; sdpa's would be T x T for
-    packed positions."""
-    masks: Mapping[str, Any] = AttentionMaskInterface._global_mapping
-    return masks.get(config.get_text_config()._attn_implementation) is dualkv_mask

@@ -1,0 +1,164 @@
+"""Running a transformers model on a shared-prompt pack: its outputs, or the log-probs that a policy loss
+needs.
+
+The layout goes down as the kwarg `dualkv_layout`; the receipt proves that every attention layer used it.
+Log-probs come from the backbone's hidden states and the LM head in tiles, so logits of the whole pack never
+exist.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionMaskInterface
+
+from flash_attn.integrations._transformers_masks import dualkv_mask
+from flash_attn.integrations._transformers_receipt import receipt
+from flash_attn.integrations._transformers_rope import check_rope
+from flash_attn.integrations._transformers_support import require_supported, text_backbone, unwrap
+from flash_attn.shared_prompt import PackedBatch, SharedPromptLayout, log_probs
+
+
+def multiplicity_mask(layout: SharedPromptLayout) -> torch.Tensor:
+    """(1, T) int64 attention_mask for MoE models: how often each row occurs in the replicated batch.
+
+    transformers weighs the tokens of the auxiliary load-balancing loss by this mask, so that the loss of
+    the pack equals that of the replicated batch. Attention itself only asks whether a row is zero.
+    """
+    return layout.multiplicity.unsqueeze(0)
+
+
+def packed_forward(model: torch.nn.Module, packed: PackedBatch, **kwargs: Any) -> Any:
+    """One forward of a shared-prompt pack, refused before it runs where the model is not supported, and
+    checked after it.
+
+    `packed` has input_ids and position_ids (1, T) and a layout, as `flash_attn.shared_prompt.pack` gives
+    them. Other arguments go to the model (inputs_embeds replaces input_ids); its outputs come back, e.g.
+    logits (1, T, V). Works with the implementation "dualkv" and with wrapped ones. The auxiliary loss of
+    MoE models (output_router_logits) is that of the replicated batch. Raises RuntimeError when an attention
+    layer did not use the layout.
+    """
+    require_supported(model)
+    layout = packed.layout
+    config = unwrap(model).config
+    check_rope(config.get_text_config(), layout)
+    if kwargs.get("attention_mask") is not None:
+        raise ValueError("attention_mask must not be given: the layout describes the pack")
+    inputs: dict[str, Any] = (
+        {} if kwargs.get("inputs_embeds") is not None else {"input_ids": packed.input_ids}
+    )
+    inputs.update(position_ids=packed.position_ids, use_cache=False, dualkv_layout=layout)
+    router = kwargs.get("output_router_logits")
+    if router is None:
+        router = getattr(config.get_text_config(), "output_router_logits", False)
+    if router:
+        inputs.update(attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True)
+    elif not _builds_no_mask(config):
+        inputs["attention_mask"] = torch.ones_like(packed.input_ids)
+    with receipt(model, layout):
+        return model(**{**inputs, **kwargs})
+
+
+def _builds_no_mask(config: Any) -> bool:
+    """Whether the model's mask function is content without an attention_mask; sdpa's would be T x T for
+    packed positions."""
+    masks = AttentionMaskInterface._global_mapping
+    return masks.get(config.get_text_config()._attn_implementation) is dualkv_mask
+
+
+class BatchLogProbs(NamedTuple):
+    """(n,) per response token in the order of `packed.labels`; `aux_loss` is a scalar, or None for models
+    without one."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+    aux_loss: torch.Tensor | None
+
+
+def log_probs_of_batch(
+    model: torch.nn.Module,
+    packed: PackedBatch,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    compute_entropy: bool = True,
+    **kwargs: Any,
+) -> BatchLogProbs:
+    """Log-probability and entropy of every response token (first ones included) under a causal language
+    model.
+
+    `flash_attn.shared_prompt.unpack_responses` brings them into the caller's rows. Tokens outside the
+    pack's loss mask give 0. `kwargs` go to the model. Tied, biased, scaled and softcapped LM heads are
+    handled; the first call on a model compares one row with the model's own logits, and raises
+    NotImplementedError where they differ or the head is not a plain linear.
+    """
+    hidden: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
+        hidden.append(output[0])
+
+    head = _Head.of(model)
+    hook = text_backbone(model).register_forward_hook(keep)
+    try:
+        # A tensor, because models may cut their last layers to an integer's rows; one row, to compare.
+        first_row = torch.zeros(1, dtype=torch.int64, device=packed.input_ids.device)
+        outputs = packed_forward(model, packed, logits_to_keep=first_row, **kwargs)
+    finally:
+        hook.remove()
+    if unwrap(model) not in _compared:
+        head.compare(hidden[0], outputs.logits)
+        _compared.add(unwrap(model))
+    found = log_probs(
+        head.scaled(hidden[0]), packed, head.weight, head.bias, temperature=temperature, softcap=head.softcap,
+        compute_entropy=compute_entropy,
+    )  # fmt: skip
+    return BatchLogProbs(found.log_probs, found.entropy, getattr(outputs, "aux_loss", None))
+
+
+_compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class _Head(NamedTuple):
+    """logits = softcap(scale * hidden W^T + b)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> _Head:
+        base: Any = unwrap(model)
+        linear = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+        if not isinstance(linear, torch.nn.Linear) or hasattr(linear, "base_layer"):
+            raise NotImplementedError(
+                f"the LM head must be a plain torch.nn.Linear for log_probs_of_batch, got {type(linear).__name__}"
+            )
+        if "logits_to_keep" not in inspect.signature(base.forward).parameters:
+            raise NotImplementedError(f"{type(base).__name__}.forward does not take logits_to_keep")
+        config = base.config.get_text_config()
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        scale *= getattr(config, "lm_head_multiplier", None) or 1.0
+        return cls(linear.weight, linear.bias, scale, getattr(config, "final_logit_softcapping", None))
+
+    def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+    def compare(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """Raises unless this head gives the model's own logits of the pack's first row."""
+        with torch.no_grad():
+            row = self.scaled(hidden[0, :1].to(self.weight.dtype))
+            own = torch.nn.functional.linear(row, self.weight, self.bias).float()
+            if self.softcap is not None:
+                own = self.softcap * torch.tanh(own / self.softcap)
+            model_logits = logits[0, :1].float()
+            difference = float((own - model_logits).abs().max() / model_logits.abs().max())
+        if not difference <= 16 * torch.finfo(logits.dtype).eps:
+            raise NotImplementedError(
+                f"the model does more to its hidden states than a linear head, scale {self.scale} and softcap "
+                f"{self.softcap}: logits differ by {difference:.1e}. Use packed_forward and the model's logits"
+            )
