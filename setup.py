@@ -1,4 +1,4 @@
-"""Build script. Metadata is static in pyproject.toml; this file only adds the CUDA library when one is to be built."""
+"""Build script: metadata is static in pyproject.toml; this only adds the CUDA library where one is built."""
 
 from setuptools import setup
 

@@ -1,7 +1,7 @@
 """Are two updates the same? Log-probs, loss and every parameter's gradient, each against its tolerance.
 
-Both variants round differently (other sums, other order), so equality is up to rounding of the dtype. A wrong mask, position
-or gradient shows at 1e-1 and more.
+Both variants round differently (other sums, other order), so equality is up to rounding of the dtype. A wrong
+mask, position or gradient shows at 1e-1 and more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Differences:
-    """shared against replicated; `gradient` is the largest ||a - b|| / ||b|| over parameters, at `gradient_of`."""
+    """Shared against replicated; `gradient`: the largest ||a - b|| / ||b|| of a parameter, `gradient_of`."""
 
     log_prob: float
     loss: float
@@ -52,11 +52,15 @@ def compare(replicated: Update, shared: Update) -> Differences:
     """Differences of the shared update from the replicated one."""
     names = replicated.gradients.keys()
     if names != shared.gradients.keys():
-        raise ValueError(f"gradients must be of the same parameters, got {sorted(names ^ shared.gradients.keys())}")
+        raise ValueError(
+            f"gradients must be of the same parameters, got {sorted(names ^ shared.gradients.keys())}"
+        )
     norms = {n: replicated.gradients[n].double().norm().item() for n in names}
-    errors = {n: (shared.gradients[n].double() - replicated.gradients[n].double()).norm().item() for n in names}
+    errors = {
+        n: (shared.gradients[n].double() - replicated.gradients[n].double()).norm().item() for n in names
+    }
     total = sum(v**2 for v in norms.values()) ** 0.5
-    # Parameters without a gradient of their own (a key bias, say) hold rounding only: measured against the whole.
+    # Parameters without a gradient of their own (a key bias, say) hold only rounding: seen against the whole.
     relative = {n: errors[n] / max(norms[n], 1e-5 * total, 1e-30) for n in names}
     worst = max(relative, key=lambda n: relative[n])
     log_probs = torch.cat(shared.old_log_probs) - torch.cat(replicated.old_log_probs)
@@ -76,7 +80,7 @@ def problems(groups: list[Group], differences: Differences, tolerance: Tolerance
     found = []
     unequal = sum(len(set(g.rewards)) > 1 for g in groups)
     if 2 * unequal < len(groups):
-        found.append(f"only {unequal} of {len(groups)} groups have unequal rewards: nothing to learn from, try another --seed")
+        found.append(f"only {unequal} of {len(groups)} groups have unequal rewards, try another --seed")
     if not differences.gradient_norm > 0:
         found.append(f"the gradient norm must be above 0, got {differences.gradient_norm}")
     for what in ("log_prob", "loss", "gradient"):

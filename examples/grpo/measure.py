@@ -1,7 +1,7 @@
 """Seconds and peak memory of a phase, and what machine they were measured on.
 
-Peak memory is what a phase adds: on Linux the kernel's high-water mark of resident memory, reset at the start of the phase;
-on a GPU torch's. Freed memory is handed back first, so that one phase does not hide in what another left behind.
+Peak memory is what a phase adds: on Linux the kernel's high-water mark of resident memory, reset when it starts;
+on a GPU torch's. Freed memory is handed back first, so that no phase hides in what another left.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
 
 
 def commit() -> str | None:
@@ -111,7 +113,9 @@ def commit() -> str | None:
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+        ).stdout
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no").strip()

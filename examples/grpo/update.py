@@ -1,10 +1,10 @@
-"""One GRPO update, done twice: every response with its own copy of the prompt, and with the prompt stored once.
+"""One GRPO update, done twice: a copy of the prompt with each response, and the prompt stored once.
 
-Per response token t with ratio r = exp(log_prob - old_log_prob), advantage A of its response, T tokens in the batch:
+Per response token t with ratio r = exp(log_prob - old_log_prob) and advantage A, T tokens in the batch:
     loss = -1/T sum_t min(r A, clip(r, 1 - eps, 1 + eps) A)
-Both variants compute log-probs from the same hidden states by the same chunked function, at response tokens only, one
-micro-batch at a time; they differ in what a micro-batch is: one (prompt, response) row, exactly as long as it is (no
-padding, `is_causal`, no mask), or one group packed as [prompt, response 1, ..., response N].
+Both variants compute log-probs by the same chunked function, at response tokens only, one micro-batch at a time;
+a micro-batch is one (prompt, response) row, exactly as long as it is (no padding, `is_causal`, no mask), or one
+group packed as [prompt, response 1, ..., response N].
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Group:
 
 @dataclass
 class Update:
-    """What one variant computed: per micro-batch old log-probs, the loss, every gradient; and what it cost."""
+    """What one variant computed (old log-probs per micro-batch, loss, all gradients) and what it cost."""
 
     name: str
     num_tokens: int
@@ -54,16 +54,28 @@ class Update:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A forward of `num_tokens` tokens that gives the log-probs of `num_responses` responses, in the rollout's order."""
+    """A forward of `num_tokens` tokens that gives the log-probs of its responses, in the rollout's order."""
 
     num_tokens: int
     forward: Callable[[], torch.Tensor]
     advantages: torch.Tensor  # one per response token
 
 
-def response_log_probs(model: Any, hidden: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
-    """(n,) fp32 log-probs of `labels` (n,) at temperature, from the hidden states (n, D) that predict them."""
-    return log_probs(hidden, model.get_output_embeddings().weight, labels, temperature=temperature)
+def response_log_probs(
+    model: Any, hidden: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """(n,) fp32 log-probs of `labels` (n,), each predicted by hidden state `rows[j]` of `hidden` (T, D)."""
+    head = model.get_output_embeddings()
+    return log_probs(
+        hidden,
+        labels,
+        head.weight,
+        getattr(head, "bias", None),
+        pred_index=rows,
+        temperature=temperature,
+        softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
+        compute_entropy=False,
+    ).log_probs
 
 
 def replicated_batches(model: Any, groups: Sequence[Group], temperature: float) -> Iterator[MicroBatch]:
@@ -77,7 +89,8 @@ def replicated_batches(model: Any, groups: Sequence[Group], temperature: float) 
 
             def forward(row: torch.Tensor = row, first: int = first) -> torch.Tensor:
                 hidden = backbone(input_ids=row, use_cache=False).last_hidden_state[0]
-                return response_log_probs(model, hidden[first - 1 : -1], row[0, first:], temperature)
+                rows = torch.arange(first - 1, row.shape[1] - 1, device=device)
+                return response_log_probs(model, hidden, row[0, first:], rows, temperature)
 
             yield MicroBatch(row.numel(), forward, advantage.expand(len(response)).to(device))
 
@@ -92,7 +105,7 @@ def shared_batches(model: Any, groups: Sequence[Group], temperature: float) -> I
 
         def forward(packed: Any = packed) -> torch.Tensor:
             hidden = packed_forward(backbone, packed).last_hidden_state[0]
-            values = response_log_probs(model, hidden[packed.pred_index], packed.labels, temperature)
+            values = response_log_probs(model, hidden, packed.labels, packed.pred_index, temperature)
             return torch.cat(unpack_responses(values, packed))
 
         advantages = group.advantages().repeat_interleave(lengths).to(device)
@@ -105,8 +118,10 @@ VARIANTS: dict[str, tuple[str, Callable[..., Iterator[MicroBatch]]]] = {
 }
 
 
-def run_update(name: str, model: Any, groups: Sequence[Group], temperature: float, quiet: bool = False) -> Update:
-    """Old log-probs, policy forward and backward, optimizer step; the weights are put back, gradients stay in the result."""
+def run_update(
+    name: str, model: Any, groups: Sequence[Group], temperature: float, quiet: bool = False
+) -> Update:
+    """Old log-probs, policy forward and backward, optimizer step. The weights are put back afterwards."""
     register()
     implementation, batches = VARIANTS[name]
     device = next(model.parameters()).device
