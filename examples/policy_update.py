@@ -2,8 +2,8 @@
 
     python examples/policy_update.py [--num-responses 8] [--prompt-length 1100] [--model PATH] [--json FILE]
 
-Samples responses from the model to few-shot tasks, scores them with the tasks' verifier, runs the update twice and
-compares. Exit status: 0, or 1 where the two disagree or the rewards teach nothing.
+Samples responses from the model to few-shot tasks, scores them with the tasks' verifier, runs the update
+twice and compares. Exit status: 0, or 1 where the two disagree or the rewards teach nothing.
 """
 
 from __future__ import annotations

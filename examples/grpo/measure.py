@@ -1,7 +1,7 @@
 """Seconds and peak memory of a phase, and what machine they were measured on.
 
-Peak memory is what a phase adds: on Linux the kernel's high-water mark of resident memory, reset when it starts;
-on a GPU torch's. Freed memory is handed back first, so that no phase hides in what another left.
+Peak memory is what a phase adds: on Linux the kernel's high-water mark of resident memory, reset when it
+starts; on a GPU torch's. Freed memory is handed back first, so that no phase hides in what another left.
 """
 
 from __future__ import annotations

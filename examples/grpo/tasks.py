@@ -1,7 +1,8 @@
-"""Tasks with a verifier, from reasoning-gym, behind few-shot prompts: questions, and what an answer is worth.
+"""Tasks with a verifier, from reasoning-gym, behind few-shot prompts: questions, and what an answer is
+worth.
 
-A prompt is a chat of worked examples (same generator, other seed) ending with the question. All prompts of a run
-begin alike but are groups of their own: only responses to the *same* question share a prompt.
+A prompt is a chat of worked examples (same generator, other seed) ending with the question. All prompts of
+a run begin alike but are groups of their own: only responses to the *same* question share a prompt.
 """
 
 from __future__ import annotations

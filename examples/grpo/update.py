@@ -2,9 +2,9 @@
 
 Per response token t with ratio r = exp(log_prob - old_log_prob) and advantage A, T tokens in the batch:
     loss = -1/T sum_t min(r A, clip(r, 1 - eps, 1 + eps) A)
-Both variants compute log-probs by the same chunked function, at response tokens only, one micro-batch at a time;
-a micro-batch is one (prompt, response) row, exactly as long as it is (no padding, `is_causal`, no mask), or one
-group packed as [prompt, response 1, ..., response N].
+Both variants compute log-probs by the same chunked function, at response tokens only, one micro-batch at a
+time; a micro-batch is one (prompt, response) row, exactly as long as it is (no padding, `is_causal`, no
+mask), or one group packed as [prompt, response 1, ..., response N].
 """
 
 from __future__ import annotations
