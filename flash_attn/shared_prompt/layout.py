@@ -351,7 +351,7 @@ class SharedPromptLayout:
         ):
             self._set(**{name: getattr(source, name)})
         for key, tensors in self._plans.items():
-            for old, new in zip(tensors, self._build_plan(*key[:4]), strict=True):
+            for old, new in zip(tensors, self._build_plan(*key[:5]), strict=True):
                 old.copy_(new)
         return self
 
@@ -359,6 +359,7 @@ class SharedPromptLayout:
         self,
         *,
         head_dim: int,
+        num_heads_k: int,
         dtype: torch.dtype,
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
@@ -372,15 +373,17 @@ class SharedPromptLayout:
         window = (int(window_size[0]), int(window_size[1]))
         key = (head_dim, dtype, bool(causal), window, backend(self.device))
         if key not in self._plans:
-            self._plans[key] = self._build_plan(*key[:4])
+            self._plans[key] = self._build_plan(*key[:5])
         return self._plans[key]
 
     def _build_plan(
-        self, head_dim: int, dtype: torch.dtype, causal: bool, window_size: tuple[int, int]
+        self, head_dim: int, num_heads_k: int, dtype: torch.dtype, causal: bool, window_size: tuple[int, int]
     ) -> list[torch.Tensor]:
         from flash_attn._ops import plan_for
 
-        return plan_for(self, head_dim=head_dim, dtype=dtype, causal=causal, window_size=window_size)
+        return plan_for(
+            self, head_dim=head_dim, num_heads_k=num_heads_k, dtype=dtype, causal=causal, window_size=window_size
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt from lengths: a copy owns its tensors, because copy_ may change the original's.
