@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_attention.py [--threads N] [--json FILE]
 
-Useful FLOPs: 4 D H per visible (row, key) pair forward, 2.5x that backward; a shared prompt counts once. `ratio` is our time
-per useful FLOP over SDPA's (is_causal, same heads and dtype, replicated rows for shared prompts). Providers alternate; each
-time is the smallest of the repetitions. Memory: growth of the peak resident size of a fresh process.
+Useful FLOPs: 4 D H per visible (row, key) pair forward, 2.5x that backward; a shared prompt counts once.
+`ratio` is our time per useful FLOP over SDPA's (is_causal, same heads and dtype, replicated rows for shared
+prompts). Providers alternate; each time is the smallest of the repetitions. Memory: growth of the peak
+resident size of a fresh process.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def useful_pairs(case: Case) -> float:
 
     if not case.prompt:
         return sum(causal(r) for r in case.responses)
-    return causal(case.prompt - 1) + sum(causal(case.prompt + r) - causal(case.prompt - 1) for r in case.responses)
+    return causal(case.prompt - 1) + sum(
+        causal(case.prompt + r) - causal(case.prompt - 1) for r in case.responses
+    )
 
 
 def tensors(case: Case, *rows: int) -> list[Tensor]:
@@ -106,7 +109,9 @@ def sdpa(case: Case) -> tuple[Callable[[], Tensor], list[Tensor], float]:
     return run, [x for batch in inputs for x in batch], sum(n * (n + 1) / 2 for n in lengths)
 
 
-def seconds(functions: list[tuple[Callable[[], Tensor], list[Tensor]]], repetitions: int) -> list[tuple[float, float]]:
+def seconds(
+    functions: list[tuple[Callable[[], Tensor], list[Tensor]]], repetitions: int
+) -> list[tuple[float, float]]:
     """Smallest forward and backward time of each function, taking turns."""
     best = [(float("inf"), float("inf"))] * len(functions)
     for _ in range(repetitions):
@@ -128,14 +133,19 @@ def measure(case: Case, repetitions: int) -> dict[str, object]:
     pairs = useful_pairs(case)
     row = {
         **asdict(case),
-        "fwd_ms": fwd * 1e3, "bwd_ms": bwd * 1e3, "gflops_fwd": flops * pairs / fwd / 1e9, "gflops_bwd": 2.5 * flops * pairs / bwd / 1e9,
-        "sdpa_fwd_ms": other_fwd * 1e3, "sdpa_bwd_ms": other_bwd * 1e3,
+        "fwd_ms": fwd * 1e3,
+        "bwd_ms": bwd * 1e3,
+        "gflops_fwd": flops * pairs / fwd / 1e9,
+        "gflops_bwd": 2.5 * flops * pairs / bwd / 1e9,
+        "sdpa_fwd_ms": other_fwd * 1e3,
+        "sdpa_bwd_ms": other_bwd * 1e3,
         "ratio": (fwd + bwd) / pairs / ((other_fwd + other_bwd) / other_pairs),
         "speedup": (other_fwd + other_bwd) / (fwd + bwd),
-    }  # fmt: skip
+    }
     print(
-        f"{case.name:30s} fwd {fwd * 1e3:8.2f} ms {row['gflops_fwd']:5.1f} GF/s   bwd {bwd * 1e3:8.2f} ms {row['gflops_bwd']:5.1f} GF/s"
-        f"   sdpa {other_fwd * 1e3:8.2f} {other_bwd * 1e3:8.2f} ms   ratio per useful FLOP {row['ratio']:.2f}",
+        f"{case.name:30s} fwd {row['fwd_ms']:8.2f} ms {row['gflops_fwd']:5.1f} GF/s   "
+        f"bwd {row['bwd_ms']:8.2f} ms {row['gflops_bwd']:5.1f} GF/s   "
+        f"sdpa {row['sdpa_fwd_ms']:8.2f} {row['sdpa_bwd_ms']:8.2f} ms   ratio per useful FLOP {row['ratio']:.2f}",
         flush=True,
     )
     return row
@@ -145,7 +155,8 @@ MEMORY_CASE = Case("memory: prompt 16384, 8 x 512", 16384, (512,) * 8, num_heads
 
 
 def peak_growth() -> dict[str, float]:
-    """GiB by which forward + backward of MEMORY_CASE raise this process's peak (Linux), and GiB of tensors and gradients."""
+    """GiB by which forward + backward of MEMORY_CASE raise this process's peak (Linux), and GiB of tensors
+    and gradients."""
 
     def status_gib(field: str) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -176,7 +187,10 @@ def main() -> None:
     if args.only in MEMORY_CASE.name:
         command = [sys.executable, __file__, "--memory", "--threads", str(args.threads)]
         memory = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(f"{MEMORY_CASE.name:30s} {memory['extra_gib']:.2f} GiB more at the peak (tensors and gradients: {memory['tensors_gib']:.2f})")
+        print(
+            f"{MEMORY_CASE.name:30s} {memory['extra_gib']:.2f} GiB more at the peak "
+            f"(tensors and gradients: {memory['tensors_gib']:.2f})"
+        )
         rows.append({**asdict(MEMORY_CASE), **memory})
     if args.json:
         report = {"torch": torch.__version__, "threads": args.threads, "rows": rows}

@@ -1,7 +1,8 @@
-"""Which implementation runs: the CUDA library ("cuda-sm90a", "cuda-sm80"), "composed" or "cpu". Nothing is loaded on import.
+"""Which implementation runs: the CUDA library ("cuda-sm90a", "cuda-sm80"), "composed" or "cpu". Nothing is
+loaded on import.
 
-    FLASH_ATTN_BACKEND=cuda|composed   forces one on GPU tensors ("cuda" raises where the library does not run)
-    FLASH_ATTN_FORCE_ARCH=80           runs the sm_80 kernels on newer GPUs
+    FLASH_ATTN_BACKEND=cuda|composed   forces one on GPU tensors ("cuda" raises where the library does not
+    run) FLASH_ATTN_FORCE_ARCH=80           runs the sm_80 kernels on newer GPUs
 CPU tensors always run on the CPU implementation.
 """
 
@@ -24,6 +25,8 @@ def _load_library() -> str | None:
     """Load the compiled library once. None when it is there, else the reason why not."""
     folder = os.path.dirname(os.path.abspath(__file__))
     paths = sorted(glob.glob(os.path.join(folder, "_C*.so")) + glob.glob(os.path.join(folder, "lib*.so")))
+    if os.environ.get("FLASH_ATTN_LIBRARY"):  # a developer's own build of some kernels
+        paths = [os.environ["FLASH_ATTN_LIBRARY"]]
     if not paths:
         return f"the compiled library is not built (no _C*.so in {folder})"
     try:
@@ -61,15 +64,18 @@ def why_unavailable() -> str | None:
 
 
 def is_available() -> bool:
-    """True when the compiled GPU library runs on the current device. CPU and composed backends need no library."""
+    """True when the compiled GPU library runs on the current device. CPU and composed backends need no
+    library."""
     return why_unavailable() is None
 
 
 def backend(device: torch.device | str | None = None) -> str:
-    """The implementation that runs for tensors on `device` (default: the current GPU where there is one, else the CPU).
+    """The implementation that runs for tensors on `device` (default: the current GPU where there is one, else
+    the CPU).
 
-    "cuda-sm90a" | "cuda-sm80" (the compiled library), "composed" (torch's own FlashAttention-2, merged by LSE) or "cpu".
-    Raises ValueError for an unknown FLASH_ATTN_BACKEND, RuntimeError when it forces "cuda" and the library does not run.
+    "cuda-sm90a" | "cuda-sm80" (the compiled library), "composed" (torch's own FlashAttention-2, merged by
+    LSE) or "cpu". Raises ValueError for an unknown FLASH_ATTN_BACKEND, RuntimeError when it forces "cuda" and
+    the library does not run.
     """
     if device is None:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -85,7 +91,7 @@ def backend(device: torch.device | str | None = None) -> str:
     return _gpu_backend(index, choice, os.environ.get("FLASH_ATTN_FORCE_ARCH", ""))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _gpu_backend(device_index: int, choice: str, force_arch: str) -> str:
     """Decided (and logged) once per device and setting, so that a call costs one look-up."""
     if choice == "composed":

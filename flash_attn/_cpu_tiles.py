@@ -1,7 +1,9 @@
 """Bands of the mask that no ready-made kernel runs (narrow windows, softcap), tile by tile in plain torch.
 
-    S = q k^T * scale  (softcap: c tanh(S / c)),  masked to o + lower <= j < o + upper;  merged into out and lse as in cpu.py
-A tile is 128 rows by as many keys as `_TILE_ELEMENTS` scores allow. All tensors are in the dtype of the computation.
+    S = q k^T * scale  (softcap: c tanh(S / c)),  masked to o + lower <= j < o + upper;  merged into out and
+    lse as in cpu.py
+A tile is 128 rows by as many keys as `_TILE_ELEMENTS` scores allow. All tensors are in the dtype of the
+computation.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ def _tiles(run: Run, num_heads: int) -> Iterator[_Tile]:
 
 
 def _grouped(x: Tensor, num_k: int) -> Tensor:
-    """(n, rows, H, ...) -> (n, Hk, G * rows, ...): the query heads of a key head side by side, as rows of one product."""
-    n, rows = x.shape[:2]
+    """(n, rows, H, ...) -> (n, Hk, G * rows, ...): the query heads of a key head side by side, as rows of one
+    product."""
+    n = x.shape[0]
     return x.unflatten(2, (num_k, -1)).transpose(1, 2).transpose(2, 3).reshape(n, num_k, -1, *x.shape[3:])
 
 
@@ -58,7 +61,9 @@ def _ungrouped(x: Tensor, rows: int) -> Tensor:
     return x.movedim(3, 1).flatten(2, 3)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor | None]:
     """S (n, Hk, G * rows, keys) with -inf where masked, and the softcap's derivative."""
     s = (q * scale) @ k.mT
     slope = None
@@ -66,8 +71,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: fl
         t = s.div_(softcap).tanh_()
         s, slope = t * softcap, 1.0 - t * t
     if mask is not None:
-        rows, keys = mask.shape
-        s.unflatten(2, (-1, rows)).masked_fill_(~mask, -torch.inf)
+        s.unflatten(2, (-1, mask.shape[0])).masked_fill_(~mask, -torch.inf)
     return s, slope
 
 
@@ -78,7 +82,9 @@ def forward(
     for tile in _tiles(run, q.shape[1]):
         keys, values = (tile.keys.take(x).transpose(1, 2) for x in (k, v))
         s, _ = _scores(_grouped(tile.rows.take(q), k.shape[1]), keys, tile.mask, scale, softcap)
-        peak = s.amax(-1, keepdim=True).clamp_min(torch.finfo(s.dtype).min)  # rows without a key in this tile: P = 0
+        peak = s.amax(-1, keepdim=True).clamp_min(
+            torch.finfo(s.dtype).min
+        )  # rows without a key in this tile: P = 0
         p = s.sub_(peak).exp_()
         total = p.sum(-1, keepdim=True)
         o = _ungrouped((p @ values).div_(total.clamp_min(torch.finfo(s.dtype).tiny)), tile.rows.size)

@@ -1,9 +1,12 @@
-"""The two ops of this package, their schemas, shapes (fake), gradients and dispatch; everything public ends here.
+"""The two ops of this package, their schemas, shapes (fake), gradients and dispatch; everything public ends
+here.
 
-    torch.ops.flash_attn.fwd -> out, lse          torch.ops.flash_attn.bwd -> dq, dk, dv, dk_context, dv_context
+    torch.ops.flash_attn.fwd -> out, lse          torch.ops.flash_attn.bwd -> dq, dk, dv, dk_context,
+    dv_context
 
 `segments` int32 (S, 6): q_begin, q_end, context_begin, context_end, k_begin, k_end describes every mask (see
-`flash_attn/_pieces.py`). Call path: flash_attn_interface.py -> here -> cpu.py | composed.py | the compiled library.
+`flash_attn/_pieces.py`). Call path: flash_attn_interface.py -> here -> cpu.py | composed.py | the compiled
+library.
 """
 
 from __future__ import annotations
@@ -17,23 +20,25 @@ from flash_attn._backend import backend
 
 _BATCH = (
     "Tensor segments, Tensor? segments_host, Tensor[] plan, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, bool deterministic"
+    "float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, "
+    "bool deterministic"
 )
-_FWD = f"(Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, {_BATCH}) -> (Tensor out, Tensor lse)"
+_QKV = "Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context"
+_FWD = f"({_QKV}, {_BATCH}) -> (Tensor out, Tensor lse)"
 _BWD = (
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, Tensor out, Tensor lse, "
-    f"{_BATCH}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_context, Tensor dv_context)"
+    f"(Tensor dout, Tensor? dlse, {_QKV}, Tensor out, Tensor lse, {_BATCH})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_context, Tensor dv_context)"
 )
 _NUM_FWD_ARGS = 16
 
-_library = torch.library.Library("flash_attn", "FRAGMENT")  # noqa: TOR901 (lives as long as the process)
+_library = torch.library.Library("flash_attn", "FRAGMENT")
 try:
     _library.define("fwd" + _FWD, tags=torch.Tag.pt2_compliant_tag)
     _library.define("bwd" + _BWD, tags=torch.Tag.pt2_compliant_tag)
 except RuntimeError as error:
     raise ImportError(
-        "torch.ops.flash_attn.fwd is already defined in this process: another copy of this package (or another package "
-        f"that uses the same operator names) was imported before {__file__}. Import one of them only. ({error})"
+        "torch.ops.flash_attn.fwd is already defined in this process: another copy of this package, or "
+        f"another package with this operator, was imported before {__file__}. Import only one. ({error})"
     ) from error
 
 
@@ -49,10 +54,21 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None, *_: Any
 
 @torch.library.register_fake("flash_attn::bwd", lib=_library)
 def _bwd_fake(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None, v_context: Tensor | None, *_: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_context: Tensor | None,
+    v_context: Tensor | None,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def dense(x: Tensor | None, like: Tensor) -> Tensor:
-        return like.new_empty(like.shape if x is None else x.shape) if x is not None else like.new_empty(0, *like.shape[1:])
+        return (
+            like.new_empty(like.shape if x is None else x.shape)
+            if x is not None
+            else like.new_empty(0, *like.shape[1:])
+        )
 
     return dense(q, q), dense(k, k), dense(v, v), dense(k_context, k), dense(v_context, v)
 
@@ -76,7 +92,7 @@ def _bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
 @torch.library.impl("flash_attn::fwd", "cuda", lib=_library)
 def _fwd_cuda(*args: Any) -> tuple[Tensor, Tensor]:
     if backend(args[0].device) != "composed":
-        return torch.ops.flash_attn_cuda.fwd(*args)
+        return torch.ops.flash_attn_cuda.fwd(*_planned(args, 0))
     from flash_attn import composed
 
     return composed.forward(*args)
@@ -85,7 +101,7 @@ def _fwd_cuda(*args: Any) -> tuple[Tensor, Tensor]:
 @torch.library.impl("flash_attn::bwd", "cuda", lib=_library)
 def _bwd_cuda(*args: Any) -> tuple[Tensor, ...]:
     if backend(args[2].device) != "composed":
-        return torch.ops.flash_attn_cuda.bwd(*args)
+        return torch.ops.flash_attn_cuda.bwd(*_planned(args, 2))
     from flash_attn import composed
 
     return composed.backward(*args)
@@ -108,7 +124,10 @@ def _fwd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[A
     grads = torch.ops.flash_attn.bwd(
         dout, dlse, q, k, v, k_context, v_context, out, lse, segments, segments_host, plan, *ctx.numbers
     )
-    return (*(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[:5], strict=True)), *rest)
+    return (
+        *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[:5], strict=True)),
+        *rest,
+    )
 
 
 torch.library.register_autograd("flash_attn::fwd", _fwd_backward, setup_context=_setup_context, lib=_library)
@@ -126,9 +145,9 @@ def plan_tables(
     total_q: int,
     total_k: int,
     total_context: int | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    context_rows: int,
     *,
+    num_heads_k: int,
     head_dim: int,
     dtype: torch.dtype,
     causal: bool,
@@ -137,23 +156,58 @@ def plan_tables(
     """Tables for the CUDA kernels, built on the GPU without a sync; [] where another backend runs.
 
     [row_span (total_q, 4), block_span (ceil(total_q / 64), 8), query_items (n, 12), key_items (m, 8)], int32.
-    `total_context` None: context intervals are rows of k itself.
+    `total_context` None: context intervals are rows of k itself. `context_rows`: about how many rows contexts
+    have in all; it and `num_heads_k` decide how far the backward splits short contexts.
     """
     if segments.device.type != "cuda" or backend(segments.device) == "composed":
         return []
+    missing = torch.ops.flash_attn_cuda.unsupported(segments.get_device(), head_dim, dtype)
+    if missing:
+        raise NotImplementedError(missing)
     return list(
         torch.ops.flash_attn_cuda.plan(
-            segments, total_q, total_k, total_context, max_seqlen_q, max_seqlen_k, head_dim, dtype, causal, *window_size
+            segments,
+            total_q,
+            total_k,
+            total_context,
+            context_rows,
+            num_heads_k,
+            head_dim,
+            dtype,
+            causal,
+            *window_size,
         )
     )
 
 
 def plan_for(
-    layout: Any, *, head_dim: int, dtype: torch.dtype, causal: bool = True, window_size: tuple[int, int] = (-1, -1)
+    layout: Any,
+    *,
+    num_heads_k: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> list[Tensor]:
     """`plan_tables` of a packed shared-prompt layout (`layout.plan` caches the result)."""
-    rows = layout.num_rows
+    # Table sizes must not change within capacities (CUDA graphs), so that there the capacity decides.
+    context_rows = layout.num_rows if layout.capacities else sum(layout.prompt_lens)
     return plan_tables(
-        layout.segments, rows, rows, None, layout.max_seqlen_q, layout.max_seqlen_k,
-        head_dim=head_dim, dtype=dtype, causal=causal, window_size=window_size,
+        layout.segments, layout.num_rows, layout.num_rows, None, context_rows,
+        num_heads_k=num_heads_k, head_dim=head_dim, dtype=dtype, causal=causal, window_size=window_size,
     )  # fmt: skip
+
+
+def _planned(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
+    """The op's arguments with a plan where the caller gave none; q, k, v, k_context stand at `first`, `first`
+    + 1, ..."""
+    batch = len(args) - 11
+    if args[batch + 2]:
+        return args
+    q, k, _, k_context = args[first : first + 4]
+    total_context = None if k_context is None else k_context.shape[0]
+    plan = plan_tables(
+        args[batch], q.shape[0], k.shape[0], total_context, total_context or 0, num_heads_k=k.shape[1],
+        head_dim=q.shape[2], dtype=q.dtype, causal=args[batch + 6], window_size=args[batch + 7 : batch + 9],
+    )  # fmt: skip
+    return (*args[: batch + 2], plan, *args[batch + 3 :])

@@ -1,10 +1,11 @@
 """Segments cut into rectangles and triangles that ready-made attention kernels can run.
 
-Row o of a segment (Lq rows, P context keys, Lk own keys) stands at pos = P + Lk - Lq + o and sees logical keys
-[pos - window_left, pos + right] of 0..P+Lk-1, the context first. In either region that is a band over (row o, key j):
+Row o of a segment (Lq rows, P context keys, Lk own keys) stands at pos = P + Lk - Lq + o and sees logical
+keys [pos - window_left, pos + right] of 0..P+Lk-1, the context first. In either region that is a band over
+(row o, key j):
     o + lower <= j < o + upper,   with j counted from the region's first key.
-A band is cut into FULL rectangles, CAUSAL squares (row m sees keys 0..m) and REVERSED squares (row m sees keys m..n-1).
-Used by cpu.py and composed.py; the CUDA kernels read per-row spans instead.
+A band is cut into FULL rectangles, CAUSAL squares (row m sees keys 0..m) and REVERSED squares (row m sees
+keys m..n-1). Used by cpu.py and composed.py; the CUDA kernels read per-row spans instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Absolute rows [q_begin, q_begin + num_rows) against absolute keys [k_begin, k_begin + num_keys) of one region."""
+    """Absolute rows [q_begin, q_begin + num_rows) against absolute keys [k_begin, k_begin + num_keys) of one
+    region."""
 
     context: bool
     kind: Kind
@@ -41,7 +43,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` pieces of one shape at equal distances: piece i is `piece` moved by i * q_step rows and i * k_step keys."""
+    """`count` pieces of one shape at equal distances: piece i is `piece` moved by i * q_step rows and i *
+    k_step keys."""
 
     piece: Piece
     count: int
@@ -50,18 +53,25 @@ class Run:
 
 
 def check_table(table: Table, total_q: int, total_k: int, total_context: int) -> None:
-    """ValueError unless q rows are consecutive from 0, k intervals are in order, and everything lies in the tensors."""
+    """ValueError unless q rows are consecutive from 0, k intervals are in order, and everything lies in the
+    tensors."""
     q_next, k_next = 0, 0
     for index, row in enumerate(table):
         q_begin, q_end, context_begin, context_end, k_begin, k_end = row
         if q_begin != q_next or q_end < q_begin:
-            raise ValueError(f"segments[{index}] must start at q row {q_next} and not end before it, got {row}")
+            raise ValueError(
+                f"segments[{index}] must start at q row {q_next} and not end before it, got {row}"
+            )
         if q_end > total_q:
             raise ValueError(f"segments[{index}] must end within the {total_q} rows of q, got {row}")
         if k_begin < k_next or k_end < k_begin or k_end > total_k:
-            raise ValueError(f"segments[{index}] must have ordered keys within the {total_k} rows of k, got {row}")
+            raise ValueError(
+                f"segments[{index}] must have ordered keys within the {total_k} rows of k, got {row}"
+            )
         if context_begin < 0 or context_end < context_begin or context_end > total_context:
-            raise ValueError(f"segments[{index}] must have its context within {total_context} rows, got {row}")
+            raise ValueError(
+                f"segments[{index}] must have its context within {total_context} rows, got {row}"
+            )
         q_next, k_next = q_end, k_end
 
 
@@ -78,7 +88,9 @@ def bands(table: Table, causal: bool, window_left: int, window_right: int) -> It
         yield from _trim(Piece(False, Kind.BAND, q_begin, num_rows, k_begin, num_keys, lower, upper))
 
 
-def cut(table: Table, causal: bool, window_left: int, window_right: int, min_band_width: int = 128) -> list[Piece]:
+def cut(
+    table: Table, causal: bool, window_left: int, window_right: int, min_band_width: int = 128
+) -> list[Piece]:
     """Pieces of every segment without BANDs, except where the band is narrower than `min_band_width` keys.
 
     FULL pieces of consecutive rows on the same keys are joined: the responses of a group on their context.
@@ -131,8 +143,8 @@ def _cut(band: Piece) -> Iterator[Piece]:
         elif part.upper >= part.num_keys:
             yield from _cut_lower(part)
         else:
-            # The first row's last key is seen by the next upper - lower - 1 rows too. Split them there: left of it only
-            # the lower edge cuts, from it on only the upper one.
+            # The first row's last key is seen by the next upper - lower - 1 rows too. Split them there: left
+            # of it only the lower edge cuts, from it on only the upper one.
             num_rows = min(part.num_rows, part.upper - part.lower)
             block, key = _rows(part, 0, num_rows), part.upper - 1
             yield from _cut(_keys(block, 0, key))

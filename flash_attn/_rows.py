@@ -1,4 +1,5 @@
-"""Rows of a packed tensor as one (count, rows, ...) batch, and back: views where the pieces lie at equal distances."""
+"""Rows of a packed tensor as one (count, rows, ...) batch, and back: views where the pieces lie at equal
+distances."""
 
 from __future__ import annotations
 

@@ -1,12 +1,17 @@
-"""Argument checks of the public functions, done once at the boundary. Form: "{name} must {rule}, got {value}".
+"""Argument checks of the public functions, done once at the boundary. Form: "{name} must {rule}, got
+{value}".
 
-Shapes, dtypes and devices are always checked. Values of tensors are checked where reading them needs no device sync (on
-the CPU), and on GPUs with FLASH_ATTN_CHECK=1. Nothing here runs on tensor values under torch.compile (the ops check again).
+Shapes, dtypes and devices are always checked. Values of tensors are checked where reading them needs no
+device sync (on the CPU), and on GPUs with FLASH_ATTN_CHECK=1. Nothing here runs on tensor values under
+torch.compile (the ops check again).
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +21,16 @@ MAX_HEAD_DIM = {"cuda": 512}
 
 
 def values_are_read(x: Tensor) -> bool:
-    """True where the values of `x` may be looked at: never while tracing, on GPUs only with FLASH_ATTN_CHECK=1."""
+    """True where the values of `x` may be looked at: never while tracing, on GPUs only with
+    FLASH_ATTN_CHECK=1."""
     if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
         return False
     return x.device.type == "cpu" or os.environ.get("FLASH_ATTN_CHECK", "0") == "1"
 
 
-def qkv(q: Tensor, k: Tensor, v: Tensor, num_dims: int, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+def qkv(
+    q: Tensor, k: Tensor, v: Tensor, num_dims: int, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
     """q (..., H, D), k (..., Hk, D), v (..., Hk, Dv <= D) of one dtype and device; H a multiple of Hk."""
     rows = "batch, seqlen" if num_dims == 4 else "total"
     shapes = [f"({rows}_q, num_heads, head_dim)"] + [f"({rows}_k, num_heads_k, head_dim)"] * 2
@@ -44,16 +52,22 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, num_dims: int, names: tuple[str, str, s
     if q.device.type == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
         raise NotImplementedError(f"{names[0]} must be float16 or bfloat16 on CUDA devices, got {q.dtype}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"{names[2]} must have {names[1]}'s rows and heads {list(k.shape[:-1])}, got {list(v.shape)}")
+        raise ValueError(
+            f"{names[2]} must have {names[1]}'s rows and heads {list(k.shape[:-1])}, got {list(v.shape)}"
+        )
     if num_dims == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"{names[1]} must have {names[0]}'s batch size {q.shape[0]}, got {list(k.shape)}")
     num_heads, num_heads_k = q.shape[-2], k.shape[-2]
     if num_heads_k == 0 or num_heads % num_heads_k:
-        raise ValueError(f"{names[0]} must have a multiple of {names[1]}'s {num_heads_k} heads, got {num_heads}")
+        raise ValueError(
+            f"{names[0]} must have a multiple of {names[1]}'s {num_heads_k} heads, got {num_heads}"
+        )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"{names[1]} must have {names[0]}'s head_dim {q.shape[-1]}, got {k.shape[-1]}")
     if not 0 < v.shape[-1] <= q.shape[-1]:
-        raise ValueError(f"{names[2]} must have a head_dim of 1 to {q.shape[-1]} (that of {names[0]}), got {v.shape[-1]}")
+        raise ValueError(
+            f"{names[2]} must have a head_dim of 1 to {q.shape[-1]} (that of {names[0]}), got {v.shape[-1]}"
+        )
     limit = MAX_HEAD_DIM.get(q.device.type)
     if limit is not None and q.shape[-1] > limit:
         raise NotImplementedError(f"head_dim must be at most {limit} on CUDA devices, got {q.shape[-1]}")
@@ -81,10 +95,26 @@ def options(
         raise ValueError(f"window_size must be (left, right), got {window_size!r}")
 
 
-def cu_seqlens(name: str, x: Tensor, device: torch.device, total: int | None = None, max_seqlen: tuple[str, int] | None = None) -> None:
-    """int32 (batch + 1,) on `device`; where values are read: starts at 0, never falls, ends at or before `total`,
+# Name, cu_seqlens, rows they describe, name and value of max_seqlen.
+_Lengths = tuple[str, Tensor, int, str, int]
 
-    and no sequence is longer than `max_seqlen` (its name, its value)."""
+
+def cu_seqlens_pair(queries: _Lengths, keys: _Lengths, device: torch.device) -> None:
+    """Both cu_seqlens arguments of a call, and that they have one length."""
+    _cu_seqlens(*queries, device)
+    _cu_seqlens(*keys, device)
+    if queries[1].shape != keys[1].shape:
+        raise ValueError(
+            f"{keys[0]} must have {queries[0]}'s length {queries[1].shape[0]}, got {keys[1].shape[0]}"
+        )
+
+
+def _cu_seqlens(
+    name: str, x: Tensor, total: int, max_name: str, max_seqlen: int, device: torch.device
+) -> None:
+    """int32 (batch + 1,) on `device`; where values are read: starts at 0, never falls, ends at or before
+    `total`, and no sequence is longer than `max_seqlen`.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dtype != torch.int32:
@@ -98,13 +128,13 @@ def cu_seqlens(name: str, x: Tensor, device: torch.device, total: int | None = N
     values = x.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {_short(values)}")
-    longest = max(b - a for a, b in zip(values, values[1:], strict=False))
-    if any(b < a for a, b in zip(values, values[1:], strict=False)):
+    longest = max(b - a for a, b in itertools.pairwise(values))
+    if any(b < a for a, b in itertools.pairwise(values)):
         raise ValueError(f"{name} must not decrease, got {_short(values)}")
-    if total is not None and values[-1] > total:
+    if values[-1] > total:
         raise ValueError(f"{name} must end at or before the {total} rows it describes, got {_short(values)}")
-    if max_seqlen is not None and longest > max_seqlen[1]:
-        raise ValueError(f"{max_seqlen[0]} must be at least the longest sequence ({longest}), got {max_seqlen[1]}")
+    if longest > max_seqlen:
+        raise ValueError(f"{max_name} must be at least the longest sequence ({longest}), got {max_seqlen}")
 
 
 def sinks(x: Tensor | None, q: Tensor) -> None:
@@ -112,19 +142,24 @@ def sinks(x: Tensor | None, q: Tensor) -> None:
     if x is None:
         return
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"sinks must be a floating point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"sinks must be a floating point tensor, got {kind}")
     if x.shape != (q.shape[-2],):
         raise ValueError(f"sinks must be (num_heads,) = ({q.shape[-2]},), got {list(x.shape)}")
     if x.device != q.device:
         raise ValueError(f"sinks must be on q's device {q.device}, got {x.device}")
 
 
-def length(name: str, x: int) -> None:
-    """A non-negative Python int (or a symbolic one while tracing)."""
-    if isinstance(x, bool) or not isinstance(x, int | torch.SymInt):
-        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+def length(name: str, x: Any) -> int:
+    """A non-negative integer: Python's, NumPy's, a symbolic one while tracing, or a one-element tensor."""
+    if not isinstance(x, int | torch.SymInt):
+        try:
+            x = operator.index(x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must be an int, got {type(x).__name__}") from error
     if x < 0:
         raise ValueError(f"{name} must be >= 0, got {x}")
+    return x
 
 
 def _short(values: list[int]) -> str:

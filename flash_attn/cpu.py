@@ -1,11 +1,12 @@
 """Exact attention over segments on the CPU, forward and backward, in O(T H D) memory.
 
-    per piece of the mask (_pieces.py):  o = softmax(q k^T * scale) v,  l = log sum exp
-    merged:                              out = sum_i o_i exp(l_i - lse),  lse = log sum_i exp(l_i)
-    backward per piece, with the merged out and lse:  P = exp(S - lse),  dS = P (dout v^T - rowsum(dout * out) + dlse)
+    per piece of the mask (_pieces.py):  o = softmax(q k^T * scale) v,  l = log sum exp merged:
+    out = sum_i o_i exp(l_i - lse),  lse = log sum_i exp(l_i) backward per piece, with the merged out and lse:
+    P = exp(S - lse),  dS = P (dout v^T - rowsum(dout * out) + dlse)
 
-Rectangles and triangles run on torch's CPU flash kernels, narrow bands and softcap on _cpu_tiles.py. fp16 and bf16 are
-computed in fp32: torch's own half-precision backward rounds dk and dv once per block of rows. Called by _ops.py.
+Rectangles and triangles run on torch's CPU flash kernels, narrow bands and softcap on _cpu_tiles.py. fp16 and
+bf16 are computed in fp32: torch's own half-precision backward rounds dk and dv once per block of rows. Called
+by _ops.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 @functools.lru_cache(maxsize=1)
 def _kernel_knows_gqa() -> bool:
-    """Whether torch's kernels take fewer key heads than query heads, and sum dk and dv over a group's query heads."""
+    """Whether torch's kernels take fewer key heads than query heads, and sum dk and dv over a group's query
+    heads."""
     q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
     try:
         out, lse = _flash(q, k, k, 0.0, False)
@@ -36,7 +38,13 @@ def _kernel_knows_gqa() -> bool:
 
 
 def _plan(
-    q: Tensor, k: Tensor, k_context: Tensor | None, segments: Tensor, causal: bool, window: tuple[int, int], softcap: float
+    q: Tensor,
+    k: Tensor,
+    k_context: Tensor | None,
+    segments: Tensor,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
 ) -> list[Run]:
     table = segments.tolist()
     check_table(table, q.shape[0], k.shape[0], k.shape[0] if k_context is None else k_context.shape[0])
@@ -59,18 +67,20 @@ def forward(
     """out (total_q, H, Dv) and lse (H, total_q); shapes, dtypes and meaning as the op's."""
     dtype = q.dtype
     todo = _plan(q, k, k_context, segments, causal, (window_left, window_right), softcap)
-    q, k, v, k_context, v_context = (_computed(x) for x in (q, k, v, k_context, v_context))
+    q, k, v = (_computed(x) for x in (q, k, v))
+    regions = _regions(k, v, k_context, v_context)
     total_q, num_heads, _ = q.shape
     out = q.new_zeros(total_q, num_heads, v.shape[-1])
     lse = q.new_full((total_q, num_heads), -torch.inf)
     for run in todo:
-        keys, values = (k_context, v_context) if run.piece.context and k_context is not None else (k, v)
-        assert keys is not None and values is not None
+        keys, values = regions[run.piece.context]
         rows, columns = rows_of(run)
         if run.piece.kind is Kind.BAND:
             _cpu_tiles.forward(run, q, keys, values, softmax_scale, softcap, out, lse)
             continue
-        o, l = _flash_forward(run.piece.kind, rows.take(q), columns.take(keys), columns.take(values), softmax_scale)
+        o, l = _flash_forward(
+            run.piece.kind, rows.take(q), columns.take(keys), columns.take(values), softmax_scale
+        )
         if len(todo) == 1 and o.shape[0] * o.shape[1] == total_q:
             out, lse = o.reshape(out.shape), l.reshape(lse.shape)
         else:
@@ -90,7 +100,8 @@ def _flash_forward(kind: Kind, q: Tensor, k: Tensor, v: Tensor, scale: float) ->
 
 
 def _kernel_inputs(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as the kernel wants them: one head dim, mirrored for REVERSED, heads repeated where it must be."""
+    """q, k, v as the kernel wants them: one head dim, mirrored for REVERSED, heads repeated where it must
+    be."""
     if v.shape[-1] != q.shape[-1]:
         v = torch.nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
     if kind is Kind.REVERSED:
@@ -101,7 +112,8 @@ def _kernel_inputs(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 
 def _merge(rows: Rows, out: Tensor, lse: Tensor, o: Tensor, l: Tensor) -> None:
-    """Adds one part of some rows' softmax to what out and lse hold of it. Every row of the part sees a key."""
+    """Adds one part of some rows' softmax to what out and lse hold of it. Every row of the part sees a
+    key."""
     before = rows.take(lse)
     rows.put(out, torch.lerp(rows.take(out), o, torch.sigmoid(l - before)[..., None]))
     rows.put(lse, torch.logaddexp(before, l))
@@ -127,42 +139,54 @@ def backward(
     """dq, dk, dv, dk_context, dv_context (the last two empty without a context), contiguous, in q's dtype."""
     dtype, head_dim, head_dim_v = q.dtype, q.shape[-1], v.shape[-1]
     todo = _plan(q, k, k_context, segments, causal, (window_left, window_right), softcap)
-    q, k, v, k_context, v_context, dout, out = (_computed(x) for x in (q, k, v, k_context, v_context, dout, out))
-    assert q is not None and k is not None and v is not None and dout is not None and out is not None
+    q, k, v, dout, out = (_computed(x) for x in (q, k, v, dout, out))
     lse = lse.t()
-    grads = [None if x is None else torch.zeros(x.shape, dtype=q.dtype) for x in (q, k, v, k_context, v_context)]
+    regions = _regions(k, v, k_context, v_context)
+    dq, (dk, dv) = _zeros(q), (_zeros(k), _zeros(v))
+    grads = {False: (dk, dv), True: (dk, dv)}
+    if k_context is not None:
+        grads[True] = (_zeros(regions[True][0]), _zeros(regions[True][1]))
     flash_dout, flash_out, width = dout, out, head_dim
     if dlse is not None and any(run.piece.kind is not Kind.BAND for run in todo):
-        # The kernel knows no dlse. One more column with v = 0, dout = 1, out = -dlse adds it to rowsum(dout * out) alone.
+        # The kernel knows no dlse. One more column with v = 0, dout = 1 and out = -dlse adds it to
+        # rowsum(dout * out) and to nothing else.
         flash_dout = torch.cat([dout, torch.ones_like(dout[..., :1])], -1)
         flash_out = torch.cat([out, -dlse.t()[..., None].to(out.dtype)], -1)
         width = max(head_dim, head_dim_v + 1)
     delta = None
     for run in todo:
-        is_context = run.piece.context and k_context is not None
-        keys, values = (k_context, v_context) if is_context else (k, v)
-        into = [grads[0], grads[3], grads[4]] if is_context else grads[:3]
+        keys, values = regions[run.piece.context]
+        into = grads[run.piece.context]
         if run.piece.kind is Kind.BAND:
             if delta is None:
                 delta = (dout * out).sum(-1)
                 delta = delta if dlse is None else delta - dlse.t()
-            _cpu_tiles.backward(run, q, keys, values, dout, lse, delta, softmax_scale, softcap, *into)
+            _cpu_tiles.backward(run, q, keys, values, dout, lse, delta, softmax_scale, softcap, dq, *into)
             continue
         rows, columns = rows_of(run)
         parts = _flash_backward_of(
             run.piece.kind, rows.take(flash_dout), rows.take(q), columns.take(keys), columns.take(values),
             rows.take(flash_out), rows.take(lse), softmax_scale, width,
         )  # fmt: skip
-        for where, grad, part in zip((rows, columns, columns), into, parts, strict=True):
+        for where, grad, part in zip((rows, columns, columns), (dq, *into), parts, strict=True):
             where.add(grad, part)
-    context = grads[3:] if k_context is not None else [k.new_empty(0, *k.shape[1:]), v.new_empty(0, *v.shape[1:])]
-    return tuple(x.to(dtype) for x in (*grads[:3], *context))
+    context = grads[True] if k_context is not None else (dk[:0].clone(), dv[:0].clone())
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype), context[0].to(dtype), context[1].to(dtype)
 
 
 def _flash_backward_of(
-    kind: Kind, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, width: int
+    kind: Kind,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One kernel call on (n, rows, heads, D) tensors with the merged out and lse, head dims padded to `width`."""
+    """One kernel call on (n, rows, heads, D) tensors with the merged out and lse, head dims padded to
+    `width`."""
     num_k, head_dim, head_dim_v = k.shape[2], q.shape[-1], v.shape[-1]
     if width != head_dim:
         q, k = (torch.nn.functional.pad(x, (0, width - head_dim)) for x in (q, k))
@@ -180,9 +204,21 @@ def _flash_backward_of(
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
 
 
-def _computed(x: Tensor | None) -> Tensor | None:
+def _computed(x: Tensor) -> Tensor:
     """x in the dtype of the computation (fp32, or fp64), with a unit last stride."""
-    if x is None:
-        return None
     x = x if x.dtype == torch.float64 else x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _regions(
+    k: Tensor, v: Tensor, k_context: Tensor | None, v_context: Tensor | None
+) -> dict[bool, tuple[Tensor, Tensor]]:
+    """Keys and values of both regions, True the context's: rows of k and v where it has no tensors of its
+    own."""
+    if k_context is None or v_context is None:
+        return {False: (k, v), True: (k, v)}
+    return {False: (k, v), True: (_computed(k_context), _computed(v_context))}
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=x.dtype)

@@ -1,156 +1,20 @@
 """The public functions: flash-attn's dense, varlen and packed calls, and attention over shared prompts.
 
     out = softmax(mask(q k^T * softmax_scale)) v
-They check their arguments, describe the batch as `segments` (see _pieces.py) and call torch.ops.flash_attn.fwd.
-Causal masks are aligned bottom-right, windows are inclusive on both sides, rows without keys give out 0 and lse -inf.
-lse is the natural log of the sum of exp of the scaled scores, fp32 (fp64 for fp64 inputs).
+They check their arguments, describe the batch as `segments` (see _pieces.py) and call
+torch.ops.flash_attn.fwd. Causal masks are aligned bottom-right, windows are inclusive on both sides, rows
+without keys give out 0 and lse -inf. lse is the natural log of the sum of exp of the scaled scores, fp32
+(fp64 for fp64 inputs).
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flash_attn import checks
-from flash_attn._ops import plan_tables
-
-if TYPE_CHECKING:
-    from flash_attn.shared_prompt import SharedPromptLayout
-
-_Output = Tensor | tuple[Tensor, Tensor, Tensor]
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast attention runs in autocast's dtype, as F.scaled_dot_product_attention does."""
-    device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def _rows(x: Tensor, head_dim: int) -> Tensor:
-    """x with a unit last stride, and its head dim padded with zeros to `head_dim`."""
-    if x.shape[-1] != head_dim:
-        return torch.nn.functional.pad(x, (0, head_dim - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_context: Tensor | None,
-    v_context: Tensor | None,
-    segments: Tensor,
-    segments_host: Tensor | None,
-    plan: list[Tensor] | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    sinks: Tensor | None,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """The one way into the op: packed tensors, (total, heads, head_dim); out (total_q, H, Dv), lse (H, total_q)."""
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    padded, padded_v = head_dim, head_dim_v
-    if q.device.type == "cuda":  # the kernels want one head dim, a multiple of 8
-        padded = padded_v = (head_dim + 7) // 8 * 8
-    q, k, v = _rows(q, padded), _rows(k, padded), _rows(v, padded_v)
-    if k_context is not None and v_context is not None:
-        k_context, v_context = _rows(k_context, padded), _rows(v_context, padded_v)
-    window = (int(window_size[0]), int(window_size[1]))
-    if plan is None:
-        plan = plan_tables(
-            segments,
-            q.shape[0],
-            k.shape[0],
-            None if k_context is None else k_context.shape[0],
-            max_seqlen_q,
-            max_seqlen_k,
-            head_dim=padded,
-            dtype=q.dtype,
-            causal=causal,
-            window_size=window,
-        )
-    out, lse = torch.ops.flash_attn.fwd(
-        q, k, v, k_context, v_context, segments, segments_host, plan, max_seqlen_q, max_seqlen_k,
-        scale, causal, *window, float(softcap), deterministic,
-    )  # fmt: skip
-    if padded_v != head_dim_v:
-        out = out[..., :head_dim_v]
-    if sinks is not None:
-        # One more key with logit `sink` and value 0 scales every row by sum exp / (sum exp + exp sink).
-        out = (out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).t()[..., None]).to(out.dtype)
-    return out, lse
-
-
-def _no_dropout_mask(out: Tensor) -> Tensor:
-    return out.new_empty(0)
-
-
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
-    softcap: float, alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool,
-) -> _Output:  # fmt: skip
-    q, k, v = _autocast(q, k, v)
-    checks.qkv(q, k, v, 4)
-    checks.options(dropout_p, softcap, window_size, alibi_slopes)
-    batch, seqlen_q, num_heads, _ = q.shape
-    seqlen_k = k.shape[1]
-
-    def segments(device: torch.device) -> Tensor:
-        begin = torch.arange(batch, dtype=torch.int32, device=device)
-        zero = torch.zeros_like(begin)
-        columns = [begin * seqlen_q, (begin + 1) * seqlen_q, zero, zero, begin * seqlen_k, (begin + 1) * seqlen_k]
-        return torch.stack(columns, 1)
-
-    host = segments(torch.device("cpu")) if q.device.type == "cuda" else None
-    out, lse = _attention(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), None, None, segments(q.device), host, None,
-        seqlen_q, seqlen_k, softmax_scale, causal, window_size, softcap, None, deterministic,
-    )  # fmt: skip
-    out = out.unflatten(0, (batch, seqlen_q))
-    if not return_attn_probs:
-        return out
-    return out, lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous(), _no_dropout_mask(out)
-
-
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
-    alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool, block_table: Tensor | None = None,
-    names: tuple[str, str, str, str] = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
-) -> _Output:  # fmt: skip
-    q, k, v = _autocast(q, k, v)
-    checks.qkv(q, k, v, 3)
-    checks.options(dropout_p, softcap, window_size, alibi_slopes, block_table)
-    checks.length(names[2], max_seqlen_q)
-    checks.length(names[3], max_seqlen_k)
-    checks.cu_seqlens(names[0], cu_seqlens_q, q.device, q.shape[0], (names[2], max_seqlen_q))
-    checks.cu_seqlens(names[1], cu_seqlens_k, q.device, k.shape[0], (names[3], max_seqlen_k))
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(f"{names[1]} must have {names[0]}'s length {cu_seqlens_q.shape[0]}, got {cu_seqlens_k.shape[0]}")
-    zero = torch.zeros_like(cu_seqlens_q[1:])
-    columns = [cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, zero, cu_seqlens_k[:-1], cu_seqlens_k[1:]]
-    out, lse = _attention(
-        q, k, v, None, None, torch.stack(columns, 1), None, None, max_seqlen_q, max_seqlen_k,
-        softmax_scale, causal, window_size, softcap, None, deterministic,
-    )  # fmt: skip
-    return (out, lse, _no_dropout_mask(out)) if return_attn_probs else out
-
-
-def _unbind(x: Tensor, name: str, count: int, num_dims: int) -> tuple[Tensor, ...]:
-    rows = "batch, seqlen" if num_dims == 5 else "total"
-    if x.dim() != num_dims or x.shape[-3] != count:
-        raise ValueError(f"{name} must be ({rows}, {count}, num_heads, head_dim), got {list(x.shape)}")
-    return x.unbind(-3)
+from flash_attn._calls import Output, attention, autocast, dense, unbind, varlen
+from flash_attn.shared_prompt.layout import SharedPromptLayout
 
 
 def flash_attn_func(
@@ -165,16 +29,28 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Output:
-    """Attention of a padded batch: q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) -> out (B, Sq, H, Dv).
+) -> Output:
+    """Attention of a padded batch: q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) -> out (B, Sq, H,
+    Dv).
 
-    fp16 or bf16 on GPUs, also fp32 and fp64 on the CPU. H is a multiple of Hk; Dv <= D. `softmax_scale` defaults to
-    D**-0.5. `window_size` (left, right): keys from position - left to position + right, -1 is unbounded; `causal` caps right
-    at 0. `softcap` > 0: scores become softcap * tanh(scores / softcap). `return_attn_probs` adds lse (B, H, Sq) fp32 and
-    an empty tensor (the dropout mask). Dropout and ALiBi raise NotImplementedError.
+    fp16 or bf16 on GPUs, also fp32 and fp64 on the CPU. H is a multiple of Hk; Dv <= D. `softmax_scale`
+    defaults to D**-0.5. `window_size` (left, right): keys from position - left to position + right, -1 is
+    unbounded; `causal` caps right at 0. `softcap` > 0: scores become softcap * tanh(scores / softcap).
+    `return_attn_probs` adds lse (B, H, Sq) fp32 and an empty tensor (the dropout mask). Dropout and ALiBi
+    raise NotImplementedError.
     """
-    return _dense(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return dense(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
     )
 
 
@@ -189,11 +65,21 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Output:
+) -> Output:
     """`flash_attn_func` with keys and values in one tensor: kv (B, Sk, 2, Hk, D)."""
-    k, v = _unbind(kv, "kv", 2, 5)
-    return _dense(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    k, v = unbind(kv, "kv", 2, 5)
+    return dense(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
     )
 
 
@@ -207,11 +93,21 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Output:
+) -> Output:
     """`flash_attn_func` with everything in one tensor: qkv (B, S, 3, H, D)."""
-    q, k, v = _unbind(qkv, "qkv", 3, 5)
-    return _dense(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    q, k, v = unbind(qkv, "qkv", 3, 5)
+    return dense(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
     )
 
 
@@ -232,16 +128,18 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> _Output:
-    """Attention of packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (total_k, Hk, Dv) -> out (total_q, H, Dv).
+) -> Output:
+    """Attention of packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (total_k, Hk, Dv) -> out
+    (total_q, H, Dv).
 
-    `cu_seqlens_q`, `cu_seqlens_k` (batch + 1,) int32 on q's device: sequence b has rows [cu[b], cu[b + 1]). Rows behind the
-    last sequence give 0. `max_seqlen_*` are upper bounds. `return_attn_probs` adds lse (H, total_q) fp32 and an empty
-    tensor. Values of cu_seqlens are checked on the CPU, and on GPUs with FLASH_ATTN_CHECK=1. Otherwise as `flash_attn_func`.
+    `cu_seqlens_q`, `cu_seqlens_k` (batch + 1,) int32 on q's device: sequence b has rows [cu[b], cu[b + 1]).
+    Rows behind the last sequence give 0. `max_seqlen_*` are upper bounds. `return_attn_probs` adds lse (H,
+    total_q) fp32 and an empty tensor. Values of cu_seqlens are checked on the CPU, and on GPUs with
+    FLASH_ATTN_CHECK=1. Otherwise as `flash_attn_func`.
     """
-    return _varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
+    return varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
     )  # fmt: skip
 
 
@@ -260,12 +158,12 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Output:
+) -> Output:
     """`flash_attn_varlen_func` with keys and values in one tensor: kv (total_k, 2, Hk, D)."""
-    k, v = _unbind(kv, "kv", 2, 4)
-    return _varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
+    k, v = unbind(kv, "kv", 2, 4)
+    return varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -281,12 +179,12 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Output:
+) -> Output:
     """`flash_attn_varlen_func` with everything in one tensor: qkv (total, 3, H, D)."""
-    q, k, v = _unbind(qkv, "qkv", 3, 4)
-    return _varlen(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
+    q, k, v = unbind(qkv, "qkv", 3, 4)
+    return varlen(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         names=("cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen"),
     )  # fmt: skip
 
@@ -335,44 +233,53 @@ def flash_attn_dualkv_varlen_func(
     deterministic: bool = False,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Packed sequences that share one context: sequence b sees the context's P = `context_seqlen` keys, then its own.
+    """Packed sequences that share one context: sequence b sees the context's P = `context_seqlen` keys, then
+    its own.
 
-    q (total_q, H, D), k_context, v_context (P, Hk, D), k_decoded, v_decoded (total_k, Hk, D) -> out (total_q, H, D); with
-    `return_softmax_lse` also lse (H, total_q) fp32. `cu_seqlens_*` (batch + 1,) int32. Causal is aligned bottom-right:
-    query row o of sequence b stands at P + Lk_b - Lq_b + o, among the context's keys too where Lq_b > Lk_b.
-    `window_size`, `softcap` and dtypes as in `flash_attn_func`. `sinks` (H,): learnable logit of one more key per head with
-    value 0 (not part of lse). Differentiable in all tensors and through lse. Formula: DualKV, arXiv 2605.15422.
+    q (total_q, H, D), k_context, v_context (P, Hk, D), k_decoded, v_decoded (total_k, Hk, D) -> out (total_q,
+    H, D); with `return_softmax_lse` also lse (H, total_q) fp32. `cu_seqlens_*` (batch + 1,) int32. Causal is
+    aligned bottom-right: query row o of sequence b stands at P + Lk_b - Lq_b + o, among the context's keys
+    too where Lq_b > Lk_b. `window_size`, `softcap` and dtypes as in `flash_attn_func`. `sinks` (H,):
+    learnable logit of one more key per head with value 0 (not part of lse). Differentiable in all tensors and
+    through lse. Formula: DualKV, arXiv 2605.15422.
     """
-    q, k_context, v_context, k_decoded, v_decoded = _autocast(q, k_context, v_context, k_decoded, v_decoded)
+    q, k_context, v_context, k_decoded, v_decoded = autocast(q, k_context, v_context, k_decoded, v_decoded)
     checks.qkv(q, k_decoded, v_decoded, 3, ("q", "k_decoded", "v_decoded"))
     checks.qkv(q, k_context, v_context, 3, ("q", "k_context", "v_context"))
     checks.options(softcap=softcap, window_size=window_size)
     checks.sinks(sinks, q)
-    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k_decoded", max_seqlen_k_decoded)):
-        checks.length(name, value)
-    checks.length("context_seqlen", context_seqlen)
+    max_seqlen_q = checks.length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k_decoded = checks.length("max_seqlen_k_decoded", max_seqlen_k_decoded)
+    context_seqlen = checks.length("context_seqlen", context_seqlen)
     if context_seqlen > k_context.shape[0]:
-        raise ValueError(f"context_seqlen must be at most k_context's {k_context.shape[0]} rows, got {context_seqlen}")
+        raise ValueError(
+            f"context_seqlen must be at most k_context's {k_context.shape[0]} rows, got {context_seqlen}"
+        )
     if k_context.shape[1] != k_decoded.shape[1] or v_context.shape[2] != v_decoded.shape[2]:
-        raise ValueError(
-            f"k_context and v_context must have the heads and head dims of k_decoded and v_decoded "
-            f"{list(k_decoded.shape[1:])}, {list(v_decoded.shape[1:])}, got {list(k_context.shape[1:])}, {list(v_context.shape[1:])}"
+        decoded, context = (
+            [list(x.shape[1:]) for x in pair] for pair in ((k_decoded, v_decoded), (k_context, v_context))
         )
-    checks.cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device, q.shape[0], ("max_seqlen_q", max_seqlen_q))
-    checks.cu_seqlens(
-        "cu_seqlens_k_decoded", cu_seqlens_k_decoded, q.device, k_decoded.shape[0], ("max_seqlen_k_decoded", max_seqlen_k_decoded)
+        raise ValueError(
+            f"k_context, v_context must have the heads and head dims of the decoded {decoded}, got {context}"
+        )
+    checks.cu_seqlens_pair(
+        ("cu_seqlens_q", cu_seqlens_q, q.shape[0], "max_seqlen_q", max_seqlen_q),
+        (
+            "cu_seqlens_k_decoded",
+            cu_seqlens_k_decoded,
+            k_decoded.shape[0],
+            "max_seqlen_k_decoded",
+            max_seqlen_k_decoded,
+        ),
+        q.device,
     )
-    if cu_seqlens_q.shape != cu_seqlens_k_decoded.shape:
-        raise ValueError(
-            f"cu_seqlens_k_decoded must have cu_seqlens_q's length {cu_seqlens_q.shape[0]}, got {cu_seqlens_k_decoded.shape[0]}"
-        )
     zero = torch.zeros_like(cu_seqlens_q[1:])
     columns = [
         cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, torch.full_like(zero, context_seqlen),
         cu_seqlens_k_decoded[:-1], cu_seqlens_k_decoded[1:],
     ]  # fmt: skip
-    out, lse = _attention(
-        q, k_decoded, v_decoded, k_context, v_context, torch.stack(columns, 1), None, None,
+    out, lse = attention(
+        q, k_decoded, v_decoded, k_context, v_context, torch.stack(columns, 1), None, [],
         max_seqlen_q, max_seqlen_k_decoded, softmax_scale, causal, window_size, softcap, sinks, deterministic,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
@@ -393,12 +300,14 @@ def flash_attn_shared_prompt_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of groups of responses, each group's prompt stored and attended once.
 
-    q (T, H, D), k (T, Hk, D), v (T, Hk, Dv), packed as `layout` says: [prompt 1, its responses, prompt 2, ...] -> out (T, H, Dv),
-    equal to the batch in which every response carries its own copy of the prompt. With `return_softmax_lse` also
-    lse (H, T) fp32. One launch per direction. Rows behind the layout's total give 0. Options as in
-    `flash_attn_dualkv_varlen_func`.
+    q (T, H, D), k (T, Hk, D), v (T, Hk, Dv), packed as `layout` says: [prompt 1, its responses, prompt 2,
+    ...] -> out (T, H, Dv), equal to the batch in which every response carries its own copy of the prompt.
+    With `return_softmax_lse` also lse (H, T) fp32. One launch per direction. Rows behind the layout's total
+    give 0. Options as in `flash_attn_dualkv_varlen_func`.
     """
-    q, k, v = _autocast(q, k, v)
+    if not isinstance(layout, SharedPromptLayout):
+        raise TypeError(f"layout must be a SharedPromptLayout, got {type(layout).__name__}")
+    q, k, v = autocast(q, k, v)
     checks.qkv(q, k, v, 3)
     checks.options(softcap=softcap, window_size=window_size)
     checks.sinks(sinks, q)
@@ -408,12 +317,14 @@ def flash_attn_shared_prompt_func(
         raise ValueError(f"q must have the layout's {layout.num_rows} rows, got {q.shape[0]}")
     if layout.segments.device != q.device:
         raise ValueError(f"layout must be on q's device {q.device}, got {layout.segments.device}")
-    plan = None
-    if q.shape[0] == layout.num_rows:
+    plan: list[Tensor] = []  # with rows behind the layout's its tables are too short: the op builds its own
+    if q.shape[0] == layout.num_rows and q.device.type == "cuda":
         head_dim = (q.shape[-1] + 7) // 8 * 8
-        plan = layout.plan(head_dim=head_dim, dtype=q.dtype, causal=True, window_size=window_size)
-    out, lse = _attention(
-        q, k, v, None, None, layout.segments, layout.segments_host, plan, layout.max_seqlen_q, layout.max_seqlen_k,
-        softmax_scale, True, window_size, softcap, sinks, deterministic,
+        plan = layout.plan(
+            head_dim=head_dim, num_heads_k=k.shape[1], dtype=q.dtype, causal=True, window_size=window_size
+        )
+    out, lse = attention(
+        q, k, v, None, None, layout.segments, layout.segments_host, plan, layout.max_seqlen_q,
+        layout.max_seqlen_k, softmax_scale, True, window_size, softcap, sinks, deterministic,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

@@ -1,9 +1,12 @@
-"""The one reference: softmax(mask(q k^T * scale)) v with an explicit boolean mask, any dtype and device, differentiable.
+"""The one reference: softmax(mask(q k^T * scale)) v with an explicit boolean mask, any dtype and device,
+differentiable.
 
-    S = q k^T * softmax_scale   (softcap > 0: S = softcap * tanh(S / softcap)),   lse = log sum exp S,   out = exp(S - lse) v
+    S = q k^T * softmax_scale   (softcap > 0: S = softcap * tanh(S / softcap)),   lse = log sum exp S,   out =
+    exp(S - lse) v
 
-Everything else in the package is compared with this file, and nothing in the package calls it: it stores T x T scores.
-The mask comes from `segments`, row by row (see `segment_mask`), so that it shares no code with the fast implementations.
+Everything else in the package is compared with this file, and nothing in the package calls it: it stores T x
+T scores. The mask comes from `segments`, row by row (see `segment_mask`), so that it shares no code with the
+fast implementations.
 """
 
 from __future__ import annotations
@@ -65,7 +68,14 @@ class _Low(torch.autograd.Function):
         delta = (dout.float() * out.float()).sum(-1) - dlse
         ds = (p * (dp - delta[..., None]) * slope).to(dtype).float()
         dv = (p.to(dtype).float().mT @ dout.float()).to(dtype)
-        return (ds @ k.float() * ctx.scale).to(dtype), (ds.mT @ q.float() * ctx.scale).to(dtype), dv, None, None, None
+        return (
+            (ds @ k.float() * ctx.scale).to(dtype),
+            (ds.mT @ q.float() * ctx.scale).to(dtype),
+            dv,
+            None,
+            None,
+            None,
+        )
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
@@ -92,12 +102,13 @@ def attention(
     sinks: Tensor | None = None,
     low: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out (total_q, H, Dv) in q's dtype and lse (H, total_q) by the formula above; rows without keys give 0 and -inf.
+    """out (total_q, H, Dv) in q's dtype and lse (H, total_q) by the formula above; rows without keys give 0
+    and -inf.
 
-    q (total_q, H, D), k (total_k, Hk, D), v (total_k, Hk, Dv), context tensors likewise; `segments` int (S, 6).
-    `low` keeps S, softmax and lse in fp32 and rounds inputs, P, dS and outputs to the input dtype: the yardstick of
-    the tolerance rule. Otherwise everything is computed in q's dtype: pass fp32 or fp64. `sinks` (H,): one more key
-    per head with logit sinks[h] and value 0. lse does not contain the sink.
+    q (total_q, H, D), k (total_k, Hk, D), v (total_k, Hk, Dv), context tensors likewise; `segments` int (S,
+    6). `low` keeps S, softmax and lse in fp32 and rounds inputs, P, dS and outputs to the input dtype: the
+    yardstick of the tolerance rule. Otherwise everything is computed in q's dtype: pass fp32 or fp64. `sinks`
+    (H,): one more key per head with logit sinks[h] and value 0. lse does not contain the sink.
     """
     total_context = None if k_context is None else k_context.shape[0]
     mask = segment_mask(segments, q.shape[0], k.shape[0], total_context, causal, window_size).to(q.device)

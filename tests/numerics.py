@@ -2,8 +2,9 @@
 
     max|x - ref| <= 2 max|low - ref| + one rounding of max|ref|      and      ||x - ref|| <= 1.5 ||low - ref||
 
-`ref` is computed in fp64 (or fp32) from the same inputs, `low` is `reference.attention(..., low=True)`: scores, softmax
-and lse in fp32, with inputs, P, dS and outputs rounded to the input dtype. Both bounds hold for out, lse and each gradient.
+`ref` is computed in fp64 (or fp32) from the same inputs, `low` is `reference.attention(..., low=True)`:
+scores, softmax and lse in fp32, with inputs, P, dS and outputs rounded to the input dtype. Both bounds hold
+for out, lse and each gradient.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def run(case: Case, attend: Callable[..., tuple[Tensor, Tensor]], dtype: torch.d
 
 
 def check(case: Case, attend: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """`attend(q=, k=, v=[, k_context=, v_context=, sinks=]) -> out, lse (H, total_q)` obeys the rule on this case."""
+    """`attend(q=, k=, v=[, k_context=, v_context=, sinks=]) -> out, lse (H, total_q)` obeys the rule on this
+    case."""
     results = run(case, attend, case.dtype)
 
     def referee(**tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,4 +135,6 @@ def check(case: Case, attend: Callable[..., tuple[Tensor, Tensor]]) -> None:
     ref = run(case, referee, torch.float64)
     yardstick = run(case, low, case.dtype)
     for name, x in results.items():
-        assert_close(f"{name} of {case}", x, yardstick[name], ref[name], case.dtype if name != "lse" else torch.float32)
+        assert_close(
+            f"{name} of {case}", x, yardstick[name], ref[name], case.dtype if name != "lse" else torch.float32
+        )

@@ -1,0 +1,135 @@
+"""From public arguments to the op: autocast, head dim padding, segments of dense and varlen batches, sinks.
+
+Called by flash_attn_interface.py; the only caller of torch.ops.flash_attn.fwd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn import _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
+
+Output = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast attention runs in autocast's dtype, as F.scaled_dot_product_attention does."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _rows(x: Tensor, head_dim: int) -> Tensor:
+    """x with a unit last stride, and its head dim padded with zeros to `head_dim`."""
+    if x.shape[-1] != head_dim:
+        return torch.nn.functional.pad(x, (0, head_dim - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_context: Tensor | None,
+    v_context: Tensor | None,
+    segments: Tensor,
+    segments_host: Tensor | None,
+    plan: list[Tensor],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    sinks: Tensor | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """The one way into the op: packed tensors, (total, heads, head_dim); out (total_q, H, Dv), lse (H,
+    total_q)."""
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    padded, padded_v = head_dim, head_dim_v
+    if q.device.type == "cuda":  # the kernels want one head dim, a multiple of 8
+        padded = padded_v = (head_dim + 7) // 8 * 8
+    q, k, v = _rows(q, padded), _rows(k, padded), _rows(v, padded_v)
+    if k_context is not None and v_context is not None:
+        k_context, v_context = _rows(k_context, padded), _rows(v_context, padded_v)
+    window = (int(window_size[0]), int(window_size[1]))
+    out, lse = torch.ops.flash_attn.fwd(
+        q, k, v, k_context, v_context, segments, segments_host, plan, max_seqlen_q, max_seqlen_k,
+        scale, causal, *window, float(softcap), deterministic,
+    )  # fmt: skip
+    if padded_v != head_dim_v:
+        out = out[..., :head_dim_v]
+    if sinks is not None:
+        # One more key with logit `sink` and value 0 scales every row by sum exp / (sum exp + exp sink).
+        out = (out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).t()[..., None]).to(out.dtype)
+    return out, lse
+
+
+def _no_dropout_mask(out: Tensor) -> Tensor:
+    return out.new_empty(0)
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    return_attn_probs: bool,
+) -> Output:  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    checks.qkv(q, k, v, 4)
+    checks.options(dropout_p, softcap, window_size, alibi_slopes)
+    batch, seqlen_q = q.shape[:2]
+    seqlen_k = k.shape[1]
+
+    def segments(device: torch.device) -> Tensor:
+        begin = torch.arange(batch, dtype=torch.int32, device=device)
+        zero = torch.zeros_like(begin)
+        q_begin, k_begin = begin * seqlen_q, begin * seqlen_k
+        return torch.stack([q_begin, q_begin + seqlen_q, zero, zero, k_begin, k_begin + seqlen_k], 1)
+
+    host = segments(torch.device("cpu")) if q.device.type == "cuda" else None
+    out, lse = attention(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), None, None, segments(q.device), host, [],
+        seqlen_q, seqlen_k, softmax_scale, causal, window_size, softcap, None, deterministic,
+    )  # fmt: skip
+    out = out.unflatten(0, (batch, seqlen_q))
+    if not return_attn_probs:
+        return out
+    return out, lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous(), _no_dropout_mask(out)
+
+
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size: tuple[int, int],
+    softcap: float, alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool,
+    block_table: Tensor | None = None,
+    names: tuple[str, str, str, str] = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+) -> Output:  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    checks.qkv(q, k, v, 3)
+    checks.options(dropout_p, softcap, window_size, alibi_slopes, block_table)
+    max_seqlen_q, max_seqlen_k = checks.length(names[2], max_seqlen_q), checks.length(names[3], max_seqlen_k)
+    checks.cu_seqlens_pair(
+        (names[0], cu_seqlens_q, q.shape[0], names[2], max_seqlen_q),
+        (names[1], cu_seqlens_k, k.shape[0], names[3], max_seqlen_k),
+        q.device,
+    )
+    zero = torch.zeros_like(cu_seqlens_q[1:])
+    columns = [cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, zero, cu_seqlens_k[:-1], cu_seqlens_k[1:]]
+    out, lse = attention(
+        q, k, v, None, None, torch.stack(columns, 1), None, [], max_seqlen_q, max_seqlen_k,
+        softmax_scale, causal, window_size, softcap, None, deterministic,
+    )  # fmt: skip
+    return (out, lse, _no_dropout_mask(out)) if return_attn_probs else out
+
+
+def unbind(x: Tensor, name: str, count: int, num_dims: int) -> tuple[Tensor, ...]:
+    rows = "batch, seqlen" if num_dims == 5 else "total"
+    if x.dim() != num_dims or x.shape[-3] != count:
+        raise ValueError(f"{name} must be ({rows}, {count}, num_heads, head_dim), got {list(x.shape)}")
+    return x.unbind(-3)
