@@ -1,0 +1,29 @@
+"""Shared prompts in TRL: the same trainers, with each prompt stored, projected and attended once.
+
+    from flash_attn.integrations.trl import SharedPromptGRPOTrainer as GRPOTrainer
+
+`SharedPromptGRPOTrainer`, `SharedPromptRLOOTrainer` and `SharedPromptDPOTrainer` take their parents'
+arguments, and `shared_prompt=SharedPromptSettings(...)`. Loss, gradients and metrics are the parents' up to
+rounding.
+"""
+
+from __future__ import annotations
+
+from trl import GRPOTrainer, RLOOTrainer
+
+from flash_attn.integrations._trl_policy import SharedPromptMixin
+from flash_attn.integrations._trl_settings import SharedPromptSettings, SharedPromptWarning, SharingStats
+from flash_attn.integrations._trl_shuffle import GroupShuffleMixin
+
+__all__ = [
+    "SharedPromptGRPOTrainer", "SharedPromptRLOOTrainer", "SharedPromptMixin", "GroupShuffleMixin",
+    "SharedPromptSettings", "SharedPromptWarning", "SharingStats",
+]  # fmt: skip
+
+
+class SharedPromptGRPOTrainer(SharedPromptMixin, GRPOTrainer):
+    """`trl.GRPOTrainer` with shared prompts."""
+
+
+class SharedPromptRLOOTrainer(SharedPromptMixin, RLOOTrainer):
+    """`trl.RLOOTrainer` with shared prompts."""

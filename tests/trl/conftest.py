@@ -1,0 +1,25 @@
+"""Settings of the TRL tests, which have an environment of their own (`make test-trl`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# Without trl (the environment of `make test`) nothing here can be imported.
+collect_ignore_glob = ["*"] if importlib.util.find_spec("trl") is None else []
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_threads():
+    torch.set_num_threads(1)  # tiny matrices: threads would only wait for each other
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A tiny model of each kind that the tests name, with its tokenizer, made on first use."""
+    return tmp_path_factory.mktemp("models")
