@@ -68,15 +68,17 @@ def test_pack_is_as_exact_as_rows_in_fp32(kind: str) -> None:
     log_probs, grads = _result(model, packed_log_probs(model, packed_batch()))
     (ref_log_probs, ref_grads), (low_log_probs, low_grads) = _row_results(kind)
     assert _largest(log_probs, ref_log_probs) <= max(2 * _largest(low_log_probs, ref_log_probs), 1e-6)
-    # Averaged over parameters: the largest of two dozen rounding errors is chance (Gemma-4 is ill-conditioned).
-    errors = [sum(relative_errors(g, ref_grads).values()) / len(ref_grads) for g in (grads, low_grads)]
-    assert errors[0] <= max(2 * errors[1], 1e-5)
+    # Averaged over parameters: the largest of two dozen rounding errors is chance (Gemma-4 is
+    # ill-conditioned).
+    error, low_error = (sum(relative_errors(g, ref_grads).values()) for g in (grads, low_grads))
+    assert error <= max(2 * low_error, 1e-5 * len(ref_grads))
 
 
 @pytest.mark.parametrize("boundary", ["fork", "shared"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3", "cohere", "granite"])
 def test_log_probs_of_batch_uses_the_models_head(kind: str, boundary: str) -> None:
-    """Untied, tied with softcap, biased (set below), scaled (cohere), divided (granite) heads; temperature, entropy."""
+    """Untied, tied with softcap, biased (set below), scaled (cohere), divided (granite) heads; temperature,
+    entropy."""
     changes = (
         {"logit_scale": 0.25} if kind == "cohere" else {"logits_scaling": 3.0} if kind == "granite" else {}
     )
@@ -107,7 +109,7 @@ def test_auxiliary_loss_is_that_of_the_replicated_batch(kind: str) -> None:
     changes = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "mixtral" else {}
     model = model_of(kind, output_router_logits=True, **changes).double()
     # Rows of one length: transformers' own batch then has no padding, which it would route too.
-    rows = tuple((p, (r * 4)[:6]) for p, r in rows_of_batch() if len(p) == 9 and r)
+    rows = tuple((p, (r * 6)[:6]) for p, r in rows_of_batch() if len(p) == 9 and r)
     ids = torch.tensor([p + r for p, r in rows])
     with exact_double():
         expected = model(input_ids=ids, use_cache=False).aux_loss
@@ -130,14 +132,22 @@ def _gate_gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "gemma4_text"])
+@pytest.mark.parametrize(
+    ("kind", "use_reentrant"),
+    [
+        ("qwen3", False),
+        ("qwen3", True),
+        ("gemma3_text", False),
+        ("gemma3_text", True),
+        ("gemma4_text", False),
+    ],
+)
 def test_gradient_checkpointing_changes_no_bit(kind: str, use_reentrant: bool) -> None:
     model = model_of(kind, "dualkv").train()
     packed = packed_batch()
     plain = gradients(model, packed_log_probs(model, packed))
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    with _count_calls(model) as calls:
+    with _count_calls() as calls:
         log_probs = packed_log_probs(model, packed)
         in_forward = calls[0]
         recomputed = gradients(model, log_probs)
@@ -146,7 +156,7 @@ def test_gradient_checkpointing_changes_no_bit(kind: str, use_reentrant: bool) -
 
 
 @contextlib.contextmanager
-def _count_calls(model: Any) -> Iterator[list[int]]:
+def _count_calls() -> Iterator[list[int]]:
     from flash_attn.integrations import _transformers_attention as attention
 
     calls, original = [0], attention.flash_attn_shared_prompt_func

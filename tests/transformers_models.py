@@ -1,7 +1,7 @@
 """Tiny random models of many architectures, a batch of rows, and their log-probs computed one row at a time.
 
-`exact_double` makes fp64 models compute in fp64 throughout: transformers' norms and softmaxes round to fp32 by
-name, which would hide errors below 1e-6.
+`exact_double` makes fp64 models compute in fp64 throughout: transformers' norms and softmaxes round to fp32
+by name, which would hide errors below 1e-6.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    # Head dims 256 and 512 by layer; the last two layers share the keys of the first two; embeddings per layer.
+    # Head dims 256 and 512 by layer; the last two layers share the keys of the first two; embeddings per
+    # layer.
     "gemma4_text": {
         "num_hidden_layers": 4,
         "sliding_window": 6,
@@ -114,8 +115,9 @@ Row = tuple[list[int], list[int]]
 
 @functools.cache
 def rows_of_batch() -> tuple[Row, ...]:
-    """Rows (prompt, response) of four groups in shuffled order: two prompts that differ in one token, a one-token
-    prompt, an empty and a one-token response; prompts and responses longer than the models' window."""
+    """Rows (prompt, response) of four groups in shuffled order: two prompts that differ in one token, a
+    one-token prompt, an empty and a one-token response; prompts and responses longer than the models'
+    window."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens(n: int) -> list[int]:

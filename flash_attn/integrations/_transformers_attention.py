@@ -182,7 +182,8 @@ def _shared_prompt(
     # else says more.
     if attention_mask is not None and not (attention_mask.dim() == 5 and attention_mask.dtype == torch.int64):
         raise NotImplementedError(
-            "a shared-prompt pack takes no attention_mask other than ones (MoE models: the multiplicity), "
+            "a shared-prompt pack takes no attention_mask other than ones (MoE models: the multiplicity); a "
+            "wrapped sdpa makes one of the pack's positions unless packed_forward or a receipt is used; "
             f"got {attention_mask.dtype} {list(attention_mask.shape)}"
         )
     given = [name for name in _VARLEN_NAMES if kwargs.get(name) is not None]

@@ -13,9 +13,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionMaskInterface
 
-from flash_attn.integrations._transformers_masks import dualkv_mask
 from flash_attn.integrations._transformers_receipt import receipt
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import require_supported, text_backbone, unwrap
@@ -56,17 +54,8 @@ def packed_forward(model: torch.nn.Module, packed: PackedBatch, **kwargs: Any) -
         router = getattr(config.get_text_config(), "output_router_logits", False)
     if router:
         inputs.update(attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True)
-    elif not _builds_no_mask(config):
-        inputs["attention_mask"] = torch.ones_like(packed.input_ids)
     with receipt(model, layout):
         return model(**{**inputs, **kwargs})
-
-
-def _builds_no_mask(config: Any) -> bool:
-    """Whether the model's mask function is content without an attention_mask; sdpa's would be T x T for
-    packed positions."""
-    masks = AttentionMaskInterface._global_mapping
-    return masks.get(config.get_text_config()._attn_implementation) is dualkv_mask
 
 
 class BatchLogProbs(NamedTuple):
@@ -134,7 +123,8 @@ class _Head(NamedTuple):
         linear = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
         if not isinstance(linear, torch.nn.Linear) or hasattr(linear, "base_layer"):
             raise NotImplementedError(
-                f"the LM head must be a plain torch.nn.Linear for log_probs_of_batch, got {type(linear).__name__}"
+                f"the LM head must be a plain torch.nn.Linear, got {type(linear).__name__}: "
+                "use packed_forward and the model's logits"
             )
         if "logits_to_keep" not in inspect.signature(base.forward).parameters:
             raise NotImplementedError(f"{type(base).__name__}.forward does not take logits_to_keep")
@@ -152,13 +142,13 @@ class _Head(NamedTuple):
         """Raises unless this head gives the model's own logits of the pack's first row."""
         with torch.no_grad():
             row = self.scaled(hidden[0, :1].to(self.weight.dtype))
-            own = torch.nn.functional.linear(row, self.weight, self.bias).float()
+            own = torch.nn.functional.linear(row, self.weight, self.bias).double()
             if self.softcap is not None:
                 own = self.softcap * torch.tanh(own / self.softcap)
-            model_logits = logits[0, :1].float()
+            model_logits = logits[0, :1].double()
             difference = float((own - model_logits).abs().max() / model_logits.abs().max())
-        if not difference <= 16 * torch.finfo(logits.dtype).eps:
+        if not difference <= 16 * max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps):
             raise NotImplementedError(
-                f"the model does more to its hidden states than a linear head, scale {self.scale} and softcap "
-                f"{self.softcap}: logits differ by {difference:.1e}. Use packed_forward and the model's logits"
+                f"the LM head does more than a linear layer, scale {self.scale} and softcap {self.softcap}: "
+                f"logits differ by {difference:.1e}; use packed_forward and the model's logits"
             )

@@ -14,9 +14,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from flash_attn.integrations._transformers_attention import dualkv_attention
+from flash_attn.integrations._transformers_masks import dualkv_mask
+from flash_attn.integrations._transformers_receipt import is_receipt_open
 from flash_attn.integrations._transformers_support import text_backbone
 from flash_attn.shared_prompt.layout import SharedPromptLayout
 
@@ -72,12 +74,15 @@ def inject(model: torch.nn.Module, layout: SharedPromptLayout | None = None) -> 
 
 
 class _Dispatcher:
-    """Replaces a registered attention function: calls with a layout go to `dualkv_attention`, all others to
-    the original."""
+    """Stands in a registry of transformers for `original`, as long as a `Wrapping` uses it."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
         self.num_users = 0
+
+
+class _AttentionDispatcher(_Dispatcher):
+    """Calls with a layout go to `dualkv_attention`, all others to the original."""
 
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dualkv_layout") is None:
@@ -86,6 +91,18 @@ class _Dispatcher:
         return dualkv_attention(module, *args, **kwargs)
 
 
+class _MaskDispatcher(_Dispatcher):
+    """Within a receipt `dualkv_mask`: for a pack's positions sdpa's own mask would be T x T. Masks are made
+    before the layers, so nothing recomputes them later."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (dualkv_mask if is_receipt_open() else self.original)(*args, **kwargs)
+
+
+_KINDS: tuple[tuple[Any, type[_Dispatcher]], ...] = (
+    (AttentionInterface, _AttentionDispatcher),
+    (AttentionMaskInterface, _MaskDispatcher),
+)
 _lock = threading.Lock()
 
 
@@ -93,33 +110,33 @@ class Wrapping:
     """Attention names that dispatch on `dualkv_layout` until `restore`; also a context manager."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        registry = AttentionInterface._global_mapping
-        unknown = [name for name in names if name not in registry]
-        if isinstance(names, str) or unknown or not names:
+        registered = AttentionInterface._global_mapping
+        if isinstance(names, str) or not names or any(name not in registered for name in names):
             raise ValueError(
-                f"names must be registered attention implementations ({', '.join(registry)}), got {names!r}"
+                f"names must be registered attention implementations ({', '.join(registered)}), got {names!r}"
             )
-        self._dispatchers: dict[str, _Dispatcher] = {}
+        self._dispatchers: list[tuple[Any, str, _Dispatcher]] = []
         with _lock:
-            for name in names:
-                current = registry[name]
-                dispatcher = current if isinstance(current, _Dispatcher) else _Dispatcher(current)
-                if name not in self._dispatchers:
+            for name in dict.fromkeys(names):
+                for registry, kind in _KINDS:
+                    current = registry._global_mapping.get(name)
+                    if current is None:
+                        continue
+                    dispatcher = current if isinstance(current, kind) else kind(current)
                     dispatcher.num_users += 1
-                self._dispatchers[name] = dispatcher
-                AttentionInterface.register(name, dispatcher)
+                    self._dispatchers.append((registry, name, dispatcher))
+                    registry.register(name, dispatcher)
 
     def restore(self) -> None:
         """Puts the original functions back once no other wrapping needs them; calling it twice is
         harmless."""
-        registry = AttentionInterface._global_mapping
         with _lock:
-            for name, dispatcher in self._dispatchers.items():
+            for registry, name, dispatcher in self._dispatchers:
                 dispatcher.num_users -= 1
                 # Somebody may have registered the name anew in between: theirs stays.
-                if dispatcher.num_users == 0 and registry.get(name) is dispatcher:
-                    AttentionInterface.register(name, dispatcher.original)
-            self._dispatchers = {}
+                if dispatcher.num_users == 0 and registry._global_mapping.get(name) is dispatcher:
+                    registry.register(name, dispatcher.original)
+            self._dispatchers = []
 
     def __enter__(self) -> Wrapping:
         return self
@@ -134,8 +151,8 @@ def wrap(names: Sequence[str] = ("flash_attention_2", "sdpa")) -> Wrapping:
     """Lets the attention implementations `names` take `dualkv_layout=`; calls without it run as before.
 
     For frameworks that overwrite the attention name of a model. Use as a context manager, or keep the
-    result and call `restore()`; wrappings may be nested and left in any order. Under "sdpa" also pass a 2-D
-    attention_mask of ones, or transformers builds a T x T mask from the pack's position ids, which is
-    refused.
+    result and call `restore()`; wrappings may be nested and left in any order. Under "sdpa", run packs by
+    `packed_forward` or within a `receipt`: otherwise transformers makes a T x T mask of the pack's position
+    ids, which is refused.
     """
     return Wrapping(names)

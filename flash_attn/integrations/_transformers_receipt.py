@@ -71,6 +71,11 @@ def record(module: torch.nn.Module, layout: SharedPromptLayout | None) -> None:
             receipt.report(module, layout)
 
 
+def is_receipt_open() -> bool:
+    """Whether this thread runs a pack whose receipt will be checked."""
+    return bool(getattr(_active, "receipts", ()))
+
+
 @contextlib.contextmanager
 def receipt(model: torch.nn.Module, layout: SharedPromptLayout) -> Iterator[Receipt]:
     """Checks, on leaving without an exception, that every attention layer of `model` used `layout` within

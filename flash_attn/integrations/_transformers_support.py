@@ -103,6 +103,8 @@ def require_supported(config_or_model: Any, *, training: bool | None = None) -> 
         )
     if training:
         _refuse_dropout(config)
+        if model is not None:
+            _refuse_lost_gradients(model)
     if model is not None and model in _checked:
         return
     _check_config(config)
@@ -123,14 +125,28 @@ def _refuse_dropout(config: Any) -> None:
             )
 
 
+def _refuse_lost_gradients(model: Any) -> None:
+    """Layers that reuse the keys of an earlier one (Gemma-4) get them without history from reentrant
+    checkpointing."""
+    if not getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
+        return
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        is_reentrant = getattr(function, "keywords", {}).get("use_reentrant")
+        if getattr(module, "gradient_checkpointing", False) and is_reentrant:
+            raise NotImplementedError(
+                f"{type(model).__name__}: reentrant gradient checkpointing loses gradients of shared keys "
+                "and values (with any attention), use use_reentrant=False"
+            )
+
+
 def _check_config(config: Any) -> None:
     kind = type(config).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{kind}: encoder-decoder models are not supported")
     text = config.get_text_config()
-    if getattr(text, "is_causal", True) is False or getattr(
-        text, "use_bidirectional_attention", None
-    ) not in (None, False, "vision"):
+    bidirectional = getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision")
+    if getattr(text, "is_causal", True) is False or bidirectional:
         raise NotImplementedError(f"{kind}: only causal attention is supported on shared-prompt packs")
     for name in _LAYER_TYPE_NAMES:
         layer_types = getattr(text, name, None)
@@ -170,7 +186,11 @@ def _check_modules(model: torch.nn.Module) -> None:
             raise NotImplementedError(
                 f"{kind}: module {name} ({other or type(module).__name__}) mixes rows outside attention"
             )
-    num_attention = len(attention_modules(backbone))
+    attention = attention_modules(backbone)
+    for name, module in attention:
+        if not getattr(module, "is_causal", True):
+            raise NotImplementedError(f"{kind}: only causal attention is supported, {name} is not causal")
+    num_attention = len(attention)
     num_layers = model.config.get_text_config().num_hidden_layers
     if num_attention != num_layers:
         raise NotImplementedError(
