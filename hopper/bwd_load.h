@@ -1,0 +1,151 @@
+// Backward, the producer warpgroup. Two warps feed one item: K, Q and lse (operands of S) one of them, V, dO and D (of dP)
+// the other; K and V once, the rest per 64-row block of the group's query heads, last rows first, skipping blocks that see
+// none of the keys. The other two warps add the consumers' dQ tiles to the fp32 accumulator by bulk reduction.
+#pragma once
+
+#include "fwd_load.h"
+
+namespace flash_attn::sm90 {
+
+struct StageRows {
+    int block;   // 64-row block of the packed grid; -1: the item is done
+    int head;    // query head
+    int masked;  // some pair of row and key of this block and item is not visible
+    int reserved;
+};
+
+struct BwdMaps {
+    CUtensorMap rows[2], keys[2][2];  // q, dout; k, v by region
+};
+
+struct BwdArgs {
+    BwdParams params;
+    BwdMaps maps;
+    WorkOrder order;  // heads: the kv heads of this launch
+};
+
+// Index [0]: operands of S (k, q, lse). Index [1]: operands of dP (v, dout, D).
+template <class T>
+struct BwdStorage {
+    alignas(1024) typename T::Element keys[2][T::TileK::kElements];
+    alignas(1024) typename T::Element rows[2][T::kStages][T::TileQ::kElements];
+    alignas(1024) typename T::Element ds[2][T::kWithDq ? T::TileS::kElements : 64];
+    alignas(1024) float dq[T::kConsumers][T::kWithDq ? T::kDqFloats : 4];
+    alignas(16) float scalars[2][T::kStages][kBlockRows];
+    Barrier keys_full, tail[2];
+    Barrier full[2][T::kStages], empty[2][T::kStages];
+    StageRows stage_rows[T::kStages];  // travels with operand 0
+    int64_t dq_offset[T::kConsumers][2];  // where the tile goes, in floats; -1: no more
+    KeyItem item;
+
+    __device__ void init() {
+        keys_full.init(2);
+        for (int operand = 0; operand < 2; ++operand) {
+            tail[operand].init(1);
+            for (int i = 0; i < T::kStages; ++i) {
+                full[operand][i].init(1);
+                empty[operand][i].init(T::kConsumers);
+            }
+        }
+    }
+};
+
+constexpr int kScoreBarrier = 1, kDqFullBarrier = 2, kDqEmptyBarrier = 5;  // the latter two + warpgroup
+
+// Keys that no row sees, at the end of a decoded item, belong to it (it writes their zero gradients), but may be padding.
+__device__ __forceinline__ int num_seen_keys(KeyItem const& item, RowSpan const* row_span) {
+    if (item.region != 0 || item.row_begin >= item.row_end) { return item.num_keys; }
+    return min(item.num_keys, row_span[item.row_end - 1].decoded_end - item.key_begin);
+}
+
+template <class T, int kOperand>
+__device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s, int head_k) {
+    using TileK = typename T::TileK;
+    using TileQ = typename T::TileQ;
+    int const lane = threadIdx.x % 32;
+    BwdParams const& p = args.params;
+    KeyItem const& item = s.item;
+    CUtensorMap const& map_rows = args.maps.rows[kOperand];
+    uint32_t tail_phase = 0;
+    {
+        CUtensorMap const& map = args.maps.keys[kOperand][item.region];
+        int const valid = num_seen_keys(item, p.fwd.plan.row_span);
+        if (valid < T::kBlockN) {
+            load_tile_zero_tail<TileK>(s.keys[kOperand], map, item.key_begin, head_k, valid, s.keys_full, 0, s.tail[kOperand], tail_phase, kEvictFirst, lane);
+        } else if (lane == 0) {
+            s.keys_full.arrive_and_expect(TileK::kBytes);
+            load_tile<TileK>(s.keys[kOperand], map, item.key_begin, head_k, s.keys_full, kEvictFirst);
+        }
+    }
+
+    Ring<T::kStages> ring;
+    int const group = p.fwd.num_heads / p.fwd.num_heads_k;
+#pragma unroll 1
+    for (int head = head_k * group; head < (head_k + 1) * group; ++head) {
+        // 32 blocks at a time, one a lane: two ballots say which are visited and which need the mask.
+#pragma unroll 1
+        for (int base = item.row_end - 1; base >= item.row_begin; base -= 32 * kBlockRows) {
+            int const block = base / kBlockRows - lane;
+            bool visited = false, masked = false;
+            if (block >= item.row_begin / kBlockRows) {
+                KeySpan const* const spans = &p.fwd.plan.block_span[block].context;
+                int4 const x = __ldg(reinterpret_cast<int4 const*>(spans + (item.region ? 0 : 1)));  // begin, full_begin, full_end, end
+                visited = x.x < item.key_begin + item.num_keys && item.key_begin < x.w;
+                masked = x.y > item.key_begin || x.z < item.key_begin + T::kBlockN || block * kBlockRows < item.row_begin ||
+                         (block + 1) * kBlockRows > item.row_end;
+            }
+            uint32_t todo = __ballot_sync(0xffffffff, visited);
+            uint32_t const mask = __ballot_sync(0xffffffff, masked);
+#pragma unroll 1
+            for (; todo != 0; todo &= todo - 1) {
+                int const i = __ffs(todo) - 1;
+                int const row = (base / kBlockRows - i) * kBlockRows;
+                Barrier& full = s.full[kOperand][ring.stage];
+                s.empty[kOperand][ring.stage].wait(ring.phase ^ 1);
+                bool const whole = row + kBlockRows <= item.row_end;
+                if (lane == 0) {
+                    if (kOperand == 0) { s.stage_rows[ring.stage] = {row / kBlockRows, head, int(mask >> i & 1), 0}; }
+                    if (whole) { full.arrive_and_expect(kBlockRows * 4 + TileQ::kBytes); }
+                    float const* const scalars = (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row;
+                    bulk_load(s.scalars[kOperand][ring.stage], scalars, kBlockRows * 4, full);
+                    if (whole) { load_tile<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, full, kEvictFirst); }
+                }
+                if (!whole) {  // rows behind the item's last one may be padding
+                    load_tile_zero_tail<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, item.row_end - row, full, kBlockRows * 4, s.tail[kOperand],
+                                               tail_phase, kEvictFirst, lane);
+                }
+                ring.advance();
+            }
+        }
+    }
+    if (kOperand == 0) {
+        s.empty[0][ring.stage].wait(ring.phase ^ 1);
+        if (lane == 0) {
+            s.stage_rows[ring.stage].block = -1;
+            s.full[0][ring.stage].arrive();
+        }
+    }
+}
+
+// One warp per consumer warpgroup.
+template <class T>
+__device__ __forceinline__ void bwd_store_dq(BwdArgs const& args, BwdStorage<T>& s, int warpgroup) {
+    named_arrive(kDqEmptyBarrier + warpgroup, 128 + 32);
+    int buffer = 0;
+#pragma unroll 1
+    while (true) {
+        named_sync(kDqFullBarrier + warpgroup, 128 + 32);
+        int64_t const offset = s.dq_offset[warpgroup][buffer];
+        buffer ^= 1;
+        if (offset < 0) { break; }
+        if (threadIdx.x % 32 == 0) {
+            bulk_reduce_add(args.params.dq_accum + offset, s.dq[warpgroup], T::kDqFloats * 4);
+            bulk_wait_read();
+        }
+        __syncwarp();
+        named_arrive(kDqEmptyBarrier + warpgroup, 128 + 32);
+    }
+    if (threadIdx.x % 32 == 0) { bulk_wait(); }
+}
+
+}  // namespace flash_attn::sm90

@@ -1,0 +1,233 @@
+// Backward, consumer warpgroups (64 keys each), for one key tile and all query rows that see it:
+//   S^T = K Q^T, P^T = exp2(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - D), dV += P^T dO, dK += dS^T Q, dQ tile = dS K.
+// P^T and dS^T are register operands; dS^T also goes to shared memory, where the warpgroups exchange it for dQ.
+// S^T of the next block is issued before dQ leaves the registers, so that the tensor cores never wait for a store.
+#pragma once
+
+#include "bwd_load.h"
+#include "epilogue.h"
+
+namespace flash_attn::sm90 {
+
+template <class Element_, int kHeadDim_, bool kSoftcap_, bool kWithDq_>
+struct BwdTraits {
+    using Element = Element_;
+    static constexpr Tiles kTile = tiles(kHeadDim_);
+    static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n, kStages = 2;
+    static constexpr bool kSoftcap = kSoftcap_, kWithDq = kWithDq_;
+    static constexpr int kConsumers = kBlockN / 64;
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kLoadRegisters = 24, kMmaRegisters = 240;
+    static constexpr int kDqColumns = kHeadDim / kConsumers;        // of dQ, per warpgroup
+    static constexpr int kDqFloats = kBlockRows * kDqColumns;
+    using TileK = SmemTile<kBlockN, kHeadDim>;
+    using TileQ = SmemTile<kBlockRows, kHeadDim>;
+    using TileS = SmemTile<kBlockN, kBlockRows>;  // dS^T: keys x rows
+};
+
+// Scores of pairs that are not visible become -inf. The thread's keys are key and key + 8, its columns rows of the block.
+template <int N>
+__device__ __forceinline__ void mask_rows(float (&scores)[N], BwdParams const& p, KeyItem const& item, int block, int key) {
+    key += item.key_begin;
+    int const key_end = item.key_begin + item.num_keys;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+        int const row = block * kBlockRows + i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2;
+        int begin = 0, end = 0;
+        if (row >= item.row_begin && row < item.row_end) {
+            int2 const span = __ldg(reinterpret_cast<int2 const*>(p.fwd.plan.row_span + row) + (item.region ? 0 : 1));
+            begin = span.x;
+            end = min(span.y, key_end);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float& x = scores[i / 2 * 4 + 2 * half + i % 2];
+            if (key + 8 * half < begin || key + 8 * half >= end) { x = -INFINITY; }
+        }
+    }
+}
+
+// A packed accumulator of dS^T to its tile, 8 x 8 matrices four at a time.
+template <class Tile>
+__device__ __forceinline__ void store_packed(uint32_t tile, uint32_t const (&x)[16], int warpgroup) {
+    int const lane = threadIdx.x % 32;
+    int const row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16 + lane % 16;
+    uint32_t const line = tile + row * Tile::kRowBytes;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        uint32_t const address = line + (((2 * j + lane / 16) ^ (row % 8)) << 4);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[4 * j]), "r"(x[4 * j + 1]),
+                     "r"(x[4 * j + 2]), "r"(x[4 * j + 3])
+                     : "memory");
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void bwd_store_gradients(BwdArgs const& args, KeyItem const& item, int head_k, int warpgroup, float const (&dk)[T::kHeadDim / 2],
+                                                    float const (&dv)[T::kHeadDim / 2]) {
+    using Element = typename T::Element;
+    BwdParams const& p = args.params;
+    int const key = item.key_begin + 64 * warpgroup, num_keys = item.num_keys - 64 * warpgroup;
+    if (item.split >= 0) {
+        int64_t const stride = int64_t(p.fwd.num_heads_k) * T::kHeadDim;
+        int64_t const offset = (int64_t(item.split) * p.fwd.total_context + key) * stride + int64_t(head_k) * T::kHeadDim;
+        store_rows_fp32<T::kHeadDim>(dk, p.dk_partial + offset, stride, num_keys);
+        store_rows_fp32<T::kHeadDim>(dv, p.dv_partial + offset, stride, num_keys);
+        return;
+    }
+    bool const context = item.region != 0;
+    int64_t const dk_stride = context ? p.dk_context_row_stride : p.dk_row_stride, dv_stride = context ? p.dv_context_row_stride : p.dv_row_stride;
+    Element* const dk_out = static_cast<Element*>(context ? p.dk_context : p.dk) + key * dk_stride +
+                            head_k * (context ? p.dk_context_head_stride : p.dk_head_stride);
+    Element* const dv_out = static_cast<Element*>(context ? p.dv_context : p.dv) + key * dv_stride +
+                            head_k * (context ? p.dv_context_head_stride : p.dv_head_stride);
+    float const scale = p.fwd.softmax_scale;
+    store_rows<Element, T::kHeadDim>(dv, 1.f, 1.f, dv_out, dv_stride, num_keys, p.fwd.head_dim);
+    store_rows<Element, T::kHeadDim>(dk, scale, scale, dk_out, dk_stride, num_keys, p.fwd.head_dim);
+}
+
+template <class T>
+__device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, int head_k) {
+    using Element = typename T::Element;
+    using TileK = typename T::TileK;
+    using TileQ = typename T::TileQ;
+    using TileS = typename T::TileS;
+    constexpr int kD = T::kHeadDim, kM = kBlockRows;
+    BwdParams const& p = args.params;
+    int const warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    bool const signals = thread == 0;
+    float const scale_log2 = (T::kSoftcap ? p.fwd.softcap : p.fwd.softmax_scale) * kLog2e;
+    float const tanh_scale = T::kSoftcap ? p.fwd.softmax_scale / p.fwd.softcap : 0.f;
+    int const first_head = p.head_k_begin * (p.fwd.num_heads / p.fwd.num_heads_k);
+
+    float dk[kD / 2], dv[kD / 2];
+#pragma unroll
+    for (int i = 0; i < kD / 2; ++i) { dk[i] = dv[i] = 0.f; }
+    pin(dk);
+    pin(dv);
+    float probs[kM / 2], dprobs[kM / 2];
+    uint32_t packed_p[kM / 4], packed_ds[kM / 4];
+
+    uint32_t const desc_k = TileK::template descriptor<Major::K>(smem_address(s.keys[0]) + 64 * TileK::kRowBytes * warpgroup);
+    uint32_t const desc_v = TileK::template descriptor<Major::K>(smem_address(s.keys[1]) + 64 * TileK::kRowBytes * warpgroup);
+    uint32_t const desc_k_dq =
+        TileK::template descriptor<Major::MN>(smem_address(s.keys[0]) + T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup);
+
+    Ring<T::kStages> ring;
+    int buffer = 0;
+    StageRows rows = {};
+    auto const issue_scores = [&](int stage) {
+        wgmma_fence();
+        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, true>(probs, desc_k,
+                                                                               TileQ::template descriptor<Major::K>(smem_address(s.rows[0][stage])));
+        wgmma_commit();
+    };
+
+    // Issues dP^T and dV of the block whose S^T is on its way; leaves P^T in probs, dP^T in dprobs.
+    auto const probabilities = [&] {
+        uint32_t const desc_dout = TileQ::template descriptor<Major::K>(smem_address(s.rows[1][ring.stage]));
+        issue_scores(ring.stage);
+        s.full[1][ring.stage].wait(ring.phase);
+        wgmma_fence();
+        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, true>(dprobs, desc_v, desc_dout);
+        wgmma_commit();
+        wgmma_wait<1>();  // S^T
+        pin(probs);
+        if constexpr (T::kSoftcap) {
+#pragma unroll
+            for (float& x : probs) { x = tanh_approx(x * tanh_scale); }
+        }
+        if (rows.masked) { mask_rows(probs, p, s.item, rows.block, 64 * warpgroup + thread / 32 * 16 + lane / 4); }
+#pragma unroll
+        for (int j = 0; j < kM / 8; ++j) {
+            float2 const lse = *reinterpret_cast<float2 const*>(&s.scalars[0][ring.stage][8 * j + 2 * (lane % 4)]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float& x = probs[4 * j + 2 * half];
+                float& y = probs[4 * j + 2 * half + 1];
+                float const px = exp2_approx(x * scale_log2 - lse.x), py = exp2_approx(y * scale_log2 - lse.y);
+                packed_p[2 * j + half] = pack<Element>(px, py);
+                x = T::kSoftcap ? px * fmaxf(1.f - x * x, 0.f) : px;  // dS takes tanh's derivative along
+                y = T::kSoftcap ? py * fmaxf(1.f - y * y, 0.f) : py;
+            }
+        }
+        pin(packed_p);
+        wgmma_fence();
+        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dv, packed_p,
+                                                                TileQ::template descriptor<Major::MN>(smem_address(s.rows[1][ring.stage])));
+        wgmma_commit();
+        wgmma_wait<T::kWithDq ? 1 : 0>();  // dP^T (without dQ's barrier, dS would be packed amid dV's products, which ptxas refuses)
+        pin(dprobs);
+    };
+
+    s.keys_full.wait(0);
+    s.full[0][0].wait(0);
+    rows = s.stage_rows[0];
+    bool more = rows.block >= 0;
+    if (more) { probabilities(); }
+#pragma unroll 1
+    while (more) {
+#pragma unroll
+        for (int j = 0; j < kM / 8; ++j) {
+            float2 const delta = *reinterpret_cast<float2 const*>(&s.scalars[1][ring.stage][8 * j + 2 * (lane % 4)]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                dprobs[4 * j + e] = probs[4 * j + e] * (dprobs[4 * j + e] - (e % 2 ? delta.y : delta.x));
+            }
+        }
+        pack<Element>(packed_ds, dprobs);
+
+        float dq[T::kWithDq ? T::kDqColumns / 2 : 1];
+        if constexpr (T::kWithDq) {
+            // Two buffers: one barrier a block suffices, since dQ of the block before last has completed.
+            if (signals) { s.dq_offset[warpgroup][buffer] = ((rows.head - first_head) * p.rows_padded + rows.block * kBlockRows) * kD + warpgroup * T::kDqFloats; }
+            store_packed<TileS>(smem_address(s.ds[buffer]), packed_ds, warpgroup);
+            fence_async_proxy();
+            named_sync(kScoreBarrier, 128 * T::kConsumers);
+            wgmma_fence();
+            gemm_ss<Element, T::kDqColumns, T::kBlockN / 16, TileS, Major::MN, TileK, Major::MN, true>(
+                dq, TileS::template descriptor<Major::MN>(smem_address(s.ds[buffer])), desc_k_dq);
+            wgmma_commit();
+        }
+        pin(packed_ds);
+        wgmma_fence();
+        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dk, packed_ds,
+                                                                TileQ::template descriptor<Major::MN>(smem_address(s.rows[0][ring.stage])));
+        wgmma_commit();
+
+        wgmma_wait<T::kWithDq ? 2 : 1>();  // dV: the dO stage is free
+        if (signals) { s.empty[1][ring.stage].arrive(); }
+
+        ring.advance();
+        s.full[0][ring.stage].wait(ring.phase);
+        rows = s.stage_rows[ring.stage];
+
+        if constexpr (T::kWithDq) {
+            wgmma_wait<1>();  // dQ; dK is on its way
+            pin(dq);
+            named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
+            float4* const tile = reinterpret_cast<float4*>(s.dq[warpgroup]) + thread;
+#pragma unroll
+            for (int i = 0; i < T::kDqColumns / 8; ++i) { tile[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]); }
+            fence_async_proxy();
+            named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
+            buffer ^= 1;
+        }
+        wgmma_wait<0>();  // dK; leaving it on its way would cost 16 registers (dS beside the next S, dP) that are not there
+        pin(dk);
+        if (signals) { s.empty[0][ring.stage ^ 1].arrive(); }
+        if (rows.block < 0) { break; }
+        probabilities();
+    }
+    wgmma_wait<0>();
+    pin(dk);
+    pin(dv);
+    if constexpr (T::kWithDq) {
+        named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
+        if (signals) { s.dq_offset[warpgroup][buffer] = -1; }
+        named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
+    }
+    bwd_store_gradients<T>(args, s.item, head_k, warpgroup, dk, dv);
+}
+
+}  // namespace flash_attn::sm90

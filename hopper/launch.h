@@ -1,0 +1,197 @@
+// Launches: tensor maps from the parameters, grid, shared memory. The only file that the rest of the library includes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "bwd_post.h"
+#include "fwd_mma.h"
+
+namespace flash_attn::sm90 {
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(__grid_constant__ FwdArgs const args) {
+    extern __shared__ __align__(1024) char memory[];
+    FwdStorage<T>& s = *reinterpret_cast<FwdStorage<T>*>(memory);
+    if (threadIdx.x == 0) {
+        s.init();
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        shrink_registers<T::kLoadRegisters>();
+        if (threadIdx.x < 32) { fwd_load<T>(args, s); }
+    } else {
+        grow_registers<T::kMmaRegisters>();
+        fwd_mma<T>(args, s);
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(__grid_constant__ BwdArgs const args) {
+    extern __shared__ __align__(1024) char memory[];
+    BwdStorage<T>& s = *reinterpret_cast<BwdStorage<T>*>(memory);
+    int item_index, head;
+    args.order.decode(blockIdx.x, item_index, head);
+    KeyItem const item = args.params.fwd.plan.key_items[item_index];
+    if (item.num_keys == 0) { return; }
+    head += args.params.head_k_begin;
+    if (threadIdx.x == 0) {
+        s.init();
+        s.item = item;
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        shrink_registers<T::kLoadRegisters>();
+        int const warp = threadIdx.x / 32;
+        if (warp == 0) {
+            bwd_load<T, 0>(args, s, head);
+        } else if (warp == 1) {
+            bwd_load<T, 1>(args, s, head);
+        } else if (T::kWithDq) {
+            bwd_store_dq<T>(args, s, warp - 2);
+        }
+    } else {
+        grow_registers<T::kMmaRegisters>();
+        bwd_mma<T>(args, s, head);
+    }
+}
+
+#define FLASH_ATTN_TRY(call)                           \
+    do {                                               \
+        cudaError_t const status_ = (call);            \
+        if (status_ != cudaSuccess) { return status_; } \
+    } while (0)
+
+// cuTensorMapEncodeTiled through the runtime, so that the library does not link libcuda.
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, cuuint64_t const*, cuuint64_t const*, cuuint32_t const*,
+                                 cuuint32_t const*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+inline EncodeTiled encode_tiled() {
+    static EncodeTiled const function = [] {
+        void* f = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result);
+        return reinterpret_cast<EncodeTiled>(f);
+    }();
+    return function;
+}
+
+// (rows, heads, head_dim) with the given strides, read in boxes of Tile::kChunk columns and Tile::kRows rows of a head.
+template <class Element, class Tile>
+cudaError_t make_map(CUtensorMap& map, void const* data, int rows, int heads, int head_dim, int64_t row_stride, int64_t head_stride) {
+    EncodeTiled const encode = encode_tiled();
+    if (encode == nullptr) { return cudaErrorNotSupported; }
+    if (rows == 1) { row_stride = head_dim; }  // strides of axes of length one are arbitrary; TMA checks them
+    if (heads == 1) { head_stride = head_dim; }
+    cuuint64_t const sizes[3] = {cuuint64_t(head_dim), cuuint64_t(rows), cuuint64_t(heads)};
+    cuuint64_t const strides[2] = {cuuint64_t(row_stride) * 2, cuuint64_t(head_stride) * 2};
+    cuuint32_t const box[3] = {Tile::kChunk, Tile::kRows, 1}, steps[3] = {1, 1, 1};
+    auto const type = cute::is_same_v<Element, cutlass::bfloat16_t> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    auto const swizzle = Tile::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    CUresult const result = encode(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Maps of both regions' keys and values, [0] decoded, [1] context. A region without rows is never read: it gets the other's map.
+template <class Element, class Tile>
+cudaError_t make_key_maps(FwdParams const& p, CUtensorMap (&k)[2], CUtensorMap (&v)[2]) {
+    if (p.total_k > 0) {
+        FLASH_ATTN_TRY((make_map<Element, Tile>(k[0], p.k, p.total_k, p.num_heads_k, p.head_dim, p.k_row_stride, p.k_head_stride)));
+        FLASH_ATTN_TRY((make_map<Element, Tile>(v[0], p.v, p.total_k, p.num_heads_k, p.head_dim, p.v_row_stride, p.v_head_stride)));
+    }
+    if (p.total_context > 0) {
+        FLASH_ATTN_TRY((make_map<Element, Tile>(k[1], p.k_context, p.total_context, p.num_heads_k, p.head_dim, p.k_context_row_stride,
+                                                p.k_context_head_stride)));
+        FLASH_ATTN_TRY((make_map<Element, Tile>(v[1], p.v_context, p.total_context, p.num_heads_k, p.head_dim, p.v_context_row_stride,
+                                                p.v_context_head_stride)));
+    }
+    if (p.total_k <= 0) { k[0] = k[1], v[0] = v[1]; }
+    if (p.total_context <= 0) { k[1] = k[0], v[1] = v[0]; }
+    return cudaSuccess;
+}
+
+inline cudaError_t num_multiprocessors(int& count) {
+    int device;
+    FLASH_ATTN_TRY(cudaGetDevice(&device));
+    return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+}
+
+template <class T>
+cudaError_t launch_fwd(FwdParams const& p, cudaStream_t stream) {
+    FwdArgs args;
+    args.params = p;
+    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::TileQ>(args.maps.q, p.q, p.total_q, p.num_heads, p.head_dim, p.q_row_stride,
+                                                                      p.q_head_stride)));
+    FLASH_ATTN_TRY((make_key_maps<typename T::Element, typename T::TileK>(p, args.maps.k, args.maps.v)));
+    bool const packed = p.k_context == p.k;
+    int64_t const keys = int64_t(p.total_k) + (packed ? 0 : p.total_context);
+    args.order = {p.plan.num_query_items, p.num_heads,
+                  section_heads(p.num_heads, p.num_heads / p.num_heads_k, keys * p.head_dim * 4, int64_t(32) << 20)};
+
+    int processors;
+    FLASH_ATTN_TRY(num_multiprocessors(processors));
+    int const grid = args.order.size() < processors ? args.order.size() : processors;
+    if (grid == 0) { return cudaSuccess; }
+    constexpr int kBytes = sizeof(FwdStorage<T>);
+    FLASH_ATTN_TRY(cudaFuncSetAttribute(fwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    fwd_kernel<T><<<grid, T::kThreads, kBytes, stream>>>(args);
+    return cudaGetLastError();
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
+    if (p.total_q == 0) { return cudaSuccess; }
+    return p.softcap > 0.f ? launch_fwd<FwdTraits<Element, kHeadDim, true>>(p, stream) : launch_fwd<FwdTraits<Element, kHeadDim, false>>(p, stream);
+}
+
+template <class T>
+cudaError_t launch_bwd(BwdParams const& p, cudaStream_t stream) {
+    using Element = typename T::Element;
+    FwdParams const& f = p.fwd;
+    BwdArgs args;
+    args.params = p;
+    FLASH_ATTN_TRY((make_map<Element, typename T::TileQ>(args.maps.rows[0], f.q, f.total_q, f.num_heads, f.head_dim, f.q_row_stride, f.q_head_stride)));
+    FLASH_ATTN_TRY((make_map<Element, typename T::TileQ>(args.maps.rows[1], p.dout, f.total_q, f.num_heads, f.head_dim, p.dout_row_stride,
+                                                          p.dout_head_stride)));
+    FLASH_ATTN_TRY((make_key_maps<Element, typename T::TileK>(f, args.maps.keys[0], args.maps.keys[1])));
+    int const group = f.num_heads / f.num_heads_k, heads = p.head_k_end - p.head_k_begin;
+    int64_t const bytes = int64_t(f.total_q) * group * f.head_dim * (T::kWithDq ? 8 : 4);
+    args.order = {f.plan.num_key_items, heads, section_heads(heads, 1, bytes, int64_t(40) << 20)};
+    if (args.order.size() == 0) { return cudaSuccess; }
+    constexpr int kBytes = sizeof(BwdStorage<T>);
+    FLASH_ATTN_TRY(cudaFuncSetAttribute(bwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    bwd_kernel<T><<<args.order.size(), T::kThreads, kBytes, stream>>>(args);
+    return cudaGetLastError();
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
+    bool const softcap = p.fwd.softcap > 0.f;
+    if (p.dq_accum == nullptr) {
+        return softcap ? launch_bwd<BwdTraits<Element, kHeadDim, true, false>>(p, stream) : launch_bwd<BwdTraits<Element, kHeadDim, false, false>>(p, stream);
+    }
+    return softcap ? launch_bwd<BwdTraits<Element, kHeadDim, true, true>>(p, stream) : launch_bwd<BwdTraits<Element, kHeadDim, false, true>>(p, stream);
+}
+
+// dq_accum (all rows of the chunk's heads) to dq, and the split partials of context keys to dk_context, dv_context.
+template <typename Element, int kHeadDim>
+cudaError_t run_bwd_post(BwdParams const& p, cudaStream_t stream) {
+    using T = BwdTraits<Element, kHeadDim, false, true>;
+    FwdParams const& f = p.fwd;
+    unsigned const heads = p.head_k_end - p.head_k_begin;
+    if (heads == 0) { return cudaSuccess; }
+    if (p.dq_accum != nullptr && f.total_q > 0) {
+        dim3 const grid((f.total_q + kBlockRows - 1) / kBlockRows, heads * (f.num_heads / f.num_heads_k), T::kConsumers);
+        bwd_convert_dq<T><<<grid, 128, 0, stream>>>(p);
+        FLASH_ATTN_TRY(cudaGetLastError());
+    }
+    if (p.dk_partial != nullptr && f.plan.num_key_items > 0) {
+        bwd_sum_splits<Element, kHeadDim><<<dim3(f.plan.num_key_items, heads), 256, 0, stream>>>(p);
+        FLASH_ATTN_TRY(cudaGetLastError());
+    }
+    return cudaSuccess;
+}
+
+}  // namespace flash_attn::sm90
