@@ -1,4 +1,4 @@
-"""Windows, softcap, sinks, scales, splits, deterministic mode, chunks and padding, by the one tolerance rule."""
+"""Windows, softcap, sinks, scales, splits, deterministic mode, chunks, padding: by the one rule."""
 
 from __future__ import annotations
 
