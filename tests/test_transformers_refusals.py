@@ -22,7 +22,7 @@ def _registered() -> None:
 
 
 # Models: (kind, changes, reason). Older releases have no layer_types for some, whose modules then tell.
-LINEAR = r"layer type 'linear_attention' is not supported|mix outside attention|mixes rows|no attention heads"
+LINEAR = r"layer type '(linear_attention|mamba)' is not|mix outside attention|mixes rows|no attention heads"
 MAMBA2 = {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1}
 LLAMA4 = {"num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

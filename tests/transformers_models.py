@@ -181,11 +181,11 @@ def relative_errors(x: dict[str, torch.Tensor], ref: dict[str, torch.Tensor]) ->
 
 
 class exact_double(TorchDispatchMode):
-    """Within it, fp64 tensors stay fp64 where a model asks for fp32."""
+    """Within it, fp64 tensors stay fp64 where a model asks for fp32, and positions become fp64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.float32
-        if is_cast and args[0].dtype == torch.float64:
+        if is_cast and args[0].dtype in (torch.float64, torch.int64):
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
