@@ -1,7 +1,7 @@
 """Build script: metadata is static in pyproject.toml; this only adds the CUDA library where one is built.
 
-What is built, and when: csrc/flash_attn/build_support.py. The library holds no Python symbols: one wheel serves
-every Python (tag py3-none-<platform>).
+What is built, and when: csrc/flash_attn/build_support.py. The library holds no Python symbols: one wheel
+serves every Python (tag py3-none-<platform>).
 """
 
 from __future__ import annotations

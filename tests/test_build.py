@@ -81,7 +81,9 @@ def test_wrong_settings_are_named(env: dict[str, str], message: str) -> None:
 
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build_support.Path, "exists", lambda self: False)
-    with pytest.raises(build_support.BuildError, match=r"nvcc was not found.*FLASH_ATTENTION_SKIP_CUDA_BUILD"):
+    with pytest.raises(
+        build_support.BuildError, match=r"nvcc was not found.*FLASH_ATTENTION_SKIP_CUDA_BUILD"
+    ):
         build_support.find_nvcc({"PATH": str(tmp_path)})
     with pytest.raises(build_support.BuildError, match=r"pip install nvidia-cutlass==4\.2\.0"):
         build_support.find_cutlass()
@@ -106,7 +108,7 @@ def test_machine_code() -> None:
     assert "arch=compute_80,code=compute_80" in build_support.gencode(80, (80,))  # PTX for newer GPUs
 
 
-REPORT = "ptxas info : Function properties for f\n  0 bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
+REPORT = "ptxas info: f\n    0 bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
 
 
 def test_compiler_reports() -> None:

@@ -9,7 +9,8 @@ from numerics import Case, assert_close, run
 from torch import Tensor
 
 import flash_attn
-from flash_attn import SharedPromptLayout, _ops
+from flash_attn import _ops
+from flash_attn.shared_prompt import SharedPromptLayout
 
 
 def replicated(case: Case, prompt: int, responses: list[int], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import flash_attn
 from flash_attn import _calls
+from flash_attn.shared_prompt import SharedPromptLayout
 
 LENGTHS = ([100], [[40, 70]])
 
@@ -154,7 +155,7 @@ def test_backward_memory(path: int) -> None:
     """Beyond its outputs: dq's accumulator and row statistics; nothing per query head for the prompt."""
     heads, heads_k, dim, prompt, response, count = 32, 8, 128, 4096, 512, 8
     rows = prompt + count * response
-    layout = flash_attn.SharedPromptLayout.from_lengths(
+    layout = SharedPromptLayout.from_lengths(
         prompt_lens=[prompt], response_lens=[[response] * count], device=CUDA, boundary="shared"
     )
     q = torch.randn(rows, heads, dim, device=CUDA, dtype=torch.bfloat16, requires_grad=True)

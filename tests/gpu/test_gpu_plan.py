@@ -67,6 +67,8 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_of_unusual_sizes(path: int, name: str) -> None:
+    if name == "70,000 sequences" and path == 90:
+        pytest.skip("the same plan kernels as on the other path, and the emulator takes 20 s")
     segments = LARGE[name]()
     total_q = int(segments[-1, 1]) if len(segments) else 70
     total_k = int(segments[-1, 5]) if len(segments) else 70

@@ -1,0 +1,75 @@
+"""The problems that are timed, and how their work is counted.
+
+A case: `num_groups` groups of one prompt of P tokens and N responses of R tokens each. Work counts every
+visible (query, key) pair once, prompts once:
+    forward 4 H d (P^2 / 2 + N (P R + R^2 / 2)) floating-point operations a group, backward 2.5 times that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    num_responses: int
+    prompt_len: int
+    response_len: int
+    num_heads: int = 32
+    num_heads_k: int = 8
+    head_dim: int = 128
+    dtype: str = "bf16"
+    num_groups: int = 1
+    small: bool = False  # also timed as a CUDA graph: launches count
+
+    @property
+    def total(self) -> int:
+        return self.num_groups * (self.prompt_len + self.num_responses * self.response_len)
+
+    def forward_flops(self) -> float:
+        n, p, r = self.num_responses, self.prompt_len, self.response_len
+        pairs = p * p / 2 + n * (p * r + r * r / 2)
+        return 4.0 * self.num_heads * self.head_dim * pairs * self.num_groups
+
+    def flops(self, direction: str) -> float:
+        return self.forward_flops() * (1.0 if direction == "fwd" else 2.5)
+
+    def row(self) -> dict[str, Any]:
+        """The case as result files have it."""
+        names = dict(num_responses="N", prompt_len="P", response_len="R", num_heads="H", num_heads_k="Hk")
+        names |= dict(head_dim="d", dtype="dtype", num_groups="groups")
+        return {names[k]: v for k, v in asdict(self).items() if k in names}
+
+
+@dataclass(frozen=True)
+class PlainCase:
+    """A batch without shared prompts, for the flash-attn functions."""
+
+    batch: int
+    seqlen: int
+    causal: bool
+    num_heads: int = 32
+    num_heads_k: int = 8
+    head_dim: int = 128
+    dtype: str = "bf16"
+
+    def flops(self, direction: str) -> float:
+        pairs = self.batch * self.seqlen**2 / (2 if self.causal else 1)
+        return 4.0 * self.num_heads * self.head_dim * pairs * (1.0 if direction == "fwd" else 2.5)
+
+    def row(self) -> dict[str, Any]:
+        row = dict(B=self.batch, S=self.seqlen, causal=self.causal, H=self.num_heads, Hk=self.num_heads_k)
+        return row | dict(d=self.head_dim, dtype=self.dtype)
+
+
+MAIN = [Case(28, 4096, 2048), Case(28, 16384, 2048), Case(16, 32768, 2048)]
+CASES: dict[str, list[Case]] = {
+    "main": MAIN,
+    "quick": [Case(28, 16384, 2048), Case(8, 1024, 256, small=True)],
+    "small": [Case(8, 1024, 256, small=True), Case(32, 2048, 2048), Case(16, 512, 128, small=True)],
+    "head_dims": [Case(28, 16384, 2048, head_dim=d) for d in (64, 96, 192, 256)],
+    "long": [Case(4, 65536, 512), Case(16, 65536, 2048)],
+    "groups": [Case(8, 4096, 1024, num_groups=4)],
+}
+PLAIN: list[PlainCase] = [PlainCase(16, s, causal) for s in (500, 4096) for causal in (True, False)]

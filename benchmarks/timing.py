@@ -1,0 +1,72 @@
+"""The one timer: CUDA events, providers interleaved, median and 20th and 80th percentile."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Timing:
+    time_ms: float  # median
+    p20_ms: float
+    p80_ms: float
+
+
+def once(call: Call) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def interleaved(calls: dict[str, Call], repeats: int = 15, warmup: int = 2) -> dict[str, Timing]:
+    """Each round runs every call once, so that clocks and temperature are the same for all."""
+    for call in calls.values():
+        for _ in range(warmup):
+            call()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(once(call))
+    return {name: summary(values) for name, values in times.items()}
+
+
+def summary(values: list[float]) -> Timing:
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        return ordered[round(share * (len(ordered) - 1))]
+
+    return Timing(at(0.5), at(0.2), at(0.8))
+
+
+def as_graph(call: Call) -> Call:
+    """The call as a replayed CUDA graph: without the cost of launching from Python."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        keep = call()
+    return lambda: (graph.replay(), keep)[0]
+
+
+def peak_gib(call: Call) -> float:
+    """Most memory that was allocated while the call ran, inputs included."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
