@@ -1,5 +1,6 @@
 """Training N responses of one prompt with the prompt stored, projected and attended once. Needs torch only."""
 
+from flash_attn.shared_prompt.check import CheckResult, CheckRow, check_gradients
 from flash_attn.shared_prompt.grouping import PromptGroups, group_by_prompt
 from flash_attn.shared_prompt.layout import SharedPromptLayout
 from flash_attn.shared_prompt.log_probs import LogProbs, log_probs
@@ -24,4 +25,7 @@ __all__ = [
     "group_by_prompt",
     "LogProbs",
     "log_probs",
+    "CheckResult",
+    "CheckRow",
+    "check_gradients",
 ]

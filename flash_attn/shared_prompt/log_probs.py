@@ -1,14 +1,14 @@
 """Log-probabilities and entropies of response tokens straight from hidden states, without the (tokens, vocabulary) logits.
 
 z = softcap(hidden W^T + b) / temperature,  log_prob = z[label] - lse(z),  entropy = lse(z) - sum softmax(z) z.
-Rows and vocabulary are walked in tiles, forward (online log-sum-exp) and backward (tiles recomputed from the saved lse);
+Rows and vocabulary are walked in tiles, forward (online log-sum-exp) and backward (tiles recomputed from the saved one);
 nothing of the size of the logits is kept. Reads a `PackedBatch`'s maps; the last step of a packed forward.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -229,7 +229,11 @@ class _Tiles:
 
 
 def _forward_block(tiles: _Tiles, block: slice, with_entropy: bool) -> tuple[torch.Tensor, ...]:
-    """Label's z, lse and entropy of one block of rows. Running sums are relative to the running maximum."""
+    """Of one block of rows: log-probs, largest z, log-sum-exp relative to it, entropy.
+
+    Sums are relative to the running maximum, and the parts of the log-sum-exp stay apart: their sum would round off what
+    logits of 100 have behind the fifth decimal.
+    """
     gathered = None if tiles.weight is None else tiles.gather(block)
     size = block.stop - block.start
     maximum = torch.full((size, 1), _LOWEST, dtype=tiles.dtype, device=tiles.rows.device)
@@ -248,7 +252,8 @@ def _forward_block(tiles: _Tiles, block: slice, with_entropy: bool) -> tuple[tor
         total = scale * total + exponentials.sum(1, keepdim=True)
         maximum = new_maximum
     log_total = total.log()
-    return at_label[:, 0], (maximum + log_total)[:, 0], (log_total - weighted / total)[:, 0]
+    entropy = log_total - weighted / total
+    return tuple(x[:, 0] for x in (at_label - maximum - log_total, maximum, log_total, entropy))
 
 
 def _backward_tile(
@@ -256,19 +261,19 @@ def _backward_tile(
     block: slice,
     columns: slice,
     gathered: torch.Tensor | None,
-    saved: tuple[torch.Tensor, torch.Tensor],
+    saved: Sequence[torch.Tensor],
     grads: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> torch.Tensor:
     """Gradient of the raw logits of a tile: d log_prob = onehot - p, d entropy = -p (z - lse + entropy)."""
-    lse, entropy = (s[block, None] for s in saved)
+    maximum, log_total, entropy = (s[block, None] for s in saved)
     grad, grad_entropy = (None if g is None else g[block, None] for g in grads)
     z = tiles.tile(block, columns, gathered).clamp_(min=_LOWEST)
     slope = None
     if tiles.softcap is not None:  # d softcap(x) = 1 - tanh(x / softcap)**2
         slope = (z * (tiles.row_temperature(block) / tiles.softcap)).square_().neg_().add_(1)
-    probabilities = (z - lse).exp_()
+    probabilities = (z.sub_(maximum) - log_total).exp_()
     if grad_entropy is not None:
-        z.sub_(lse - entropy).mul_(grad_entropy)
+        z.sub_(log_total - entropy).mul_(grad_entropy)
         dz = (z if grad is None else z.add_(grad)).mul_(probabilities).neg_()
     else:
         assert grad is not None
@@ -296,14 +301,14 @@ class _LogProbs(torch.autograd.Function):
         tiles = _Tiles(rows, weight, bias, labels, pred_index, temperature, options)
         blocks = [_forward_block(tiles, block, options[2]) for block in tiles.row_blocks()]
         empty = rows.new_zeros(0, dtype=tiles.dtype)
-        at_label, lse, entropy = (torch.cat([empty, *parts]) for parts in zip(*blocks, strict=True)) if blocks else [empty] * 3
+        parts = list(zip(*blocks, strict=True)) or [()] * 4
+        values, maximum, log_total, entropy = (torch.cat([empty, *part]) for part in parts)
         ignored = labels == tiles.ignore_index
         wrong = ((labels < 0) | (labels >= tiles.vocab_size)) & ~ignored
-        values = (at_label - lse).masked_fill(ignored, 0).masked_fill(wrong, float("nan"))
+        values = values.masked_fill(ignored, 0).masked_fill(wrong, float("nan"))
         is_tensor = isinstance(temperature, torch.Tensor)
-        ctx.save_for_backward(
-            rows, weight, bias, labels, pred_index, temperature if is_tensor else None, lse, entropy
-        )
+        given = (rows, weight, bias, labels, pred_index, temperature if is_tensor else None)
+        ctx.save_for_backward(*given, maximum, log_total, entropy)
         ctx.temperature = None if is_tensor else temperature
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -354,7 +359,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _logits_gradient(
-    tiles: _Tiles, saved: Any, grads: tuple[torch.Tensor | None, ...]
+    tiles: _Tiles, saved: Sequence[torch.Tensor], grads: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> torch.Tensor:
     """Gradient of given logits; rows that repeat are added in the logits' dtype."""
     d_logits = torch.zeros_like(tiles.rows)

@@ -1,0 +1,71 @@
+"""What `check` changes on a model and puts back: gradients, training flags, precision, attention, random state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def restored_state(model: Any, named: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+    """Runs the body in eval mode without gradients; afterwards everything is as it was, the same objects."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    parameters = [*named.values(), *(p for module in modules for p in module._parameters.values() if p is not None)]
+    training = [module.training for module in modules]
+    gradients = [parameter.grad for parameter in parameters]
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    devices = sorted({p.device.index for p in named.values() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            for module, flag in zip(modules, training, strict=True):
+                module.training = flag
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            if hasattr(model, "set_attn_implementation") and model.config._attn_implementation != attention:
+                model.set_attn_implementation(attention)
+
+
+class Precision:
+    """Casts floating-point parameters and buffers to `dtype` and puts the original storage back, bit for bit."""
+
+    def __init__(self, model: Any, named: Mapping[str, torch.nn.Parameter], dtype: torch.dtype) -> None:
+        parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else list(named.values())
+        modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+        self.dtype = dtype
+        self.parameters = [p for p in parameters if p.is_floating_point()]
+        self.buffers = [
+            (module, name, buffer)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point()
+        ]
+        self.data: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        self.data = [p.data for p in self.parameters]
+        try:
+            for parameter in self.parameters:
+                parameter.grad = None  # a gradient of another dtype may not stay
+                parameter.data = parameter.data.to(self.dtype)
+            for module, name, buffer in self.buffers:
+                module._buffers[name] = buffer.to(self.dtype)
+        except BaseException:  # out of memory half way
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for parameter, data in zip(self.parameters, self.data, strict=True):
+            parameter.grad = None
+            parameter.data = data
+        for module, name, buffer in self.buffers:
+            module._buffers[name] = buffer
