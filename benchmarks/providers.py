@@ -1,9 +1,9 @@
 """Ways to compute shared-prompt attention: ours, and what torch (flash-attn-4, where installed) offers today.
 
 A provider takes a `Problem` and returns forward() -> out and backward() -> (dq, dk, dv), both packed like the
-problem: [prompt, response 1, ..., response N] for each group. "replicated": every response carries its copy of
-the prompt. "two-call": prompt causal + responses on the prompt + responses on themselves, merged by
-log-sum-exp, gradients summed.
+problem: [prompt, response 1, ..., response N] for each group. "replicated": each response has its copy of the
+prompt. "two-call": prompt causal + responses on the prompt + responses on themselves, merged by log-sum-exp,
+gradients summed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import os
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
 from cases import Case, PlainCase
+from torch import Tensor
 
 Forward = Callable[[], Tensor]
 Backward = Callable[[], tuple[Tensor, Tensor, Tensor]]
@@ -92,10 +91,11 @@ def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
         return run
 
     def make_plan() -> list[Tensor]:
+        context_rows = case.prompt_len * case.num_groups
+        total, heads_k, dim = case.total, case.num_heads_k, case.head_dim
         return ops.plan(
-            layout.segments, case.total, case.total, None, case.prompt_len * case.num_groups, case.num_heads_k,
-            case.head_dim, problem.q.dtype, True, -1, -1,
-        )  # fmt: skip
+            layout.segments, total, total, None, context_rows, heads_k, dim, problem.q.dtype, True, -1, -1
+        )
 
     plan = with_arch(make_plan)()
     q, k, v = problem.q, problem.k, problem.v
@@ -358,7 +358,7 @@ if importlib.util.find_spec("cutlass") or os.environ.get("FLASH_ATTN_4_SITE"):
 
 
 def plain_providers(case: PlainCase) -> dict[str, Pair]:
-    """A batch of equal sequences: our flash-attn functions against torch's FlashAttention-2, same op level."""
+    """A batch of equal sequences: our flash-attn functions against torch's FlashAttention-2."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def make(heads: int) -> Tensor:

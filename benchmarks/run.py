@@ -1,0 +1,225 @@
+"""Times all providers on the named cases, interleaved in one process, and writes JSON rows for report.py.
+
+    python benchmarks/run.py --cases quick --out benchmarks/results/h200/kernels.json
+    python benchmarks/run.py --cases main,head_dims,plain --providers ours-sm90a,fa2-two-call --out FILE
+
+Every provider is first checked on a ragged small case against fp32 (relative rms below 2e-2); a wrong one is
+reported in its rows' "error" and not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from cases import CASES, PLAIN, Case, PlainCase  # noqa: E402
+from providers import PROVIDERS, Pair, Problem, plain_providers  # noqa: E402
+from timing import as_graph, interleaved, peak_gib  # noqa: E402
+
+TOLERANCE = 2e-2
+
+
+def environment() -> dict[str, Any]:
+    from flash_attn import _backend
+
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.split()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    loaded = _backend._load_library() is None
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver[0] if driver else "unknown",
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "commit": os.environ.get("FLASH_ATTN_COMMIT") or commit or "unknown",
+        "library": torch.ops.flash_attn_cuda.build_id() if loaded else "not built",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def reference(problem: Problem) -> list[Tensor]:
+    """out, dq, dk, dv in fp32 with an explicit mask."""
+    n, p, r = problem.one_group()
+    index = torch.arange(problem.case.total, device="cuda")
+    owner = torch.where(index < p, -1, (index - p) // r)
+    mask = (index[None] <= index[:, None]) & ((index[None] < p) | (owner[None] == owner[:, None]))
+    leaves = [x.float().detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    groups = problem.case.num_heads // problem.case.num_heads_k
+    q, k, v = leaves[0], *(x.repeat_interleave(groups, 1) for x in leaves[1:])
+    scores = torch.einsum("ihd,jhd->hij", q, k) * problem.scale
+    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+    return [out.detach(), *torch.autograd.grad(out, leaves, problem.dout.float())]
+
+
+def packed(pair: Pair) -> list[Tensor]:
+    """out, dq, dk, dv of a provider in the problem's packing."""
+    forward, backward = pair
+    out, grads = forward(), backward()
+    unpack_out = getattr(forward, "packed", lambda x: x)
+    unpack_grads = getattr(backward, "packed", lambda x: x)
+    return [unpack_out(out), *unpack_grads(grads)]
+
+
+def what_is_wrong(name: str, case: Case) -> str | None:
+    """None where the provider's results are right on a small ragged case with the same heads, dtype and head dim."""
+    small = replace(case, num_responses=3, prompt_len=300, response_len=200, num_groups=1)
+    try:
+        problem = Problem(small)
+        want = reference(problem)
+        for label, x, y in zip(
+            ("out", "dq", "dk", "dv"), packed(PROVIDERS[name](problem)), want, strict=True
+        ):
+            error = float((x.float() - y).norm() / y.norm())
+            if not error < TOLERANCE:
+                return f"{label} is wrong: relative rms error {error:.1e}"
+    except Exception as error:  # a provider that does not run here is a result
+        return short(error)
+    return None
+
+
+def short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+
+
+def clean() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def time_case(case: Case, names: Iterable[str], repeats: int, wrong: dict[str, str]) -> list[dict[str, Any]]:
+    pairs: dict[str, Pair] = {}
+    rows: list[dict[str, Any]] = []
+    peaks: dict[tuple[str, str], float] = {}
+
+    def failed(name: str, error: str) -> None:
+        rows.extend(dict(case=case.row(), provider=name, error=error) | {"pass": d} for d in ("fwd", "bwd"))
+
+    problem = Problem(case)
+    for name in names:
+        if name in wrong:
+            failed(name, wrong[name])
+            continue
+        try:
+            clean()
+            pair = PROVIDERS[name](problem)
+            clean()
+            peaks[name, "fwd"], peaks[name, "bwd"] = (peak_gib(call) for call in pair)
+            pairs[name] = pair
+        except Exception as error:
+            failed(name, short(error))
+    for graphs in (False, True) if case.small else (False,):
+        for index, direction in enumerate(("fwd", "bwd")):
+            calls = {}
+            for name, pair in pairs.items():
+                try:
+                    calls[name] = as_graph(pair[index]) if graphs else pair[index]
+                except Exception as error:
+                    row = dict(case=case.row(), provider=name, graph=True, error=short(error))
+                    rows.append(row | {"pass": direction})
+            for name, timing in interleaved(calls, repeats).items():
+                row = dict(case=case.row(), provider=name, graph=graphs, **asdict(timing))
+                row |= {"pass": direction, "tflops": case.flops(direction) / timing.time_ms / 1e9}
+                row["peak_gib"] = round(peaks[name, direction], 3)
+                plan = getattr(pairs[name][0], "plan", None)
+                if plan is not None and direction == "fwd" and not graphs:
+                    row["plan_ms"] = interleaved({"plan": plan}, repeats)["plan"].time_ms
+                rows.append(row)
+                print_row(row)
+    return rows
+
+
+def time_plain(case: PlainCase, repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    pairs = plain_providers(case)
+    for index, direction in enumerate(("fwd", "bwd")):
+        for name, timing in interleaved({n: p[index] for n, p in pairs.items()}, repeats).items():
+            row = dict(case=case.row(), provider=name, graph=False, **asdict(timing))
+            row |= {"pass": direction, "tflops": case.flops(direction) / timing.time_ms / 1e9}
+            rows.append(row)
+            print_row(row)
+    return rows
+
+
+def print_row(row: dict[str, Any]) -> None:
+    case = " ".join(f"{k}={v}" for k, v in row["case"].items() if k not in ("dtype", "H", "Hk"))
+    graph = " graph" if row.get("graph") else ""
+    print(
+        f"{case:34s} {row['pass']} {row['provider']:20s}{graph} {row['time_ms']:9.3f} ms "
+        f"{row['tflops']:6.0f} TFLOP/s  [{row['p20_ms']:.3f}, {row['p80_ms']:.3f}] {row.get('peak_gib', '')}",
+        flush=True,
+    )
+
+
+def matmul_tflops() -> float:
+    """The chip's ceiling in the same minute: a dense bf16 product of random matrices."""
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return 2 * 8192**3 / interleaved({"matmul": lambda: x @ x}, 10)["matmul"].time_ms / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", default="quick", help=f"{', '.join(CASES)}, plain; or N,P,R[,d] with colons: 28:4096:2048"
+    )
+    parser.add_argument("--providers", default=",".join(PROVIDERS))
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--out", default=None, help="JSON file")
+    args = parser.parse_args()
+    names = args.providers.split(",")
+    unknown = set(names) - set(PROVIDERS)
+    if unknown:
+        sys.exit(f"--providers must be of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
+    facts = environment()
+    print(facts, flush=True)
+    facts["matmul_tflops"] = round(matmul_tflops())
+    print(f"matmul {facts['matmul_tflops']} TFLOP/s", flush=True)
+    rows: list[dict[str, Any]] = []
+    checked: dict[tuple[str, int, str], str | None] = {}
+    for name in args.cases.split(","):
+        if name == "plain":
+            for plain in PLAIN:
+                rows += time_plain(plain, args.repeats)
+                clean()
+            continue
+        for case in CASES[name] if name in CASES else [Case(*map(int, name.split(":")))]:
+            wrong: dict[str, str] = {}
+            for provider in names if not args.no_check else ():
+                key = (provider, case.head_dim, case.dtype)
+                if key not in checked:
+                    checked[key] = what_is_wrong(provider, case)
+                    if checked[key]:
+                        print(f"{provider} d={case.head_dim}: {checked[key]}", flush=True)
+                if checked[key] is not None:
+                    wrong[provider] = str(checked[key])
+            clean()
+            rows += time_case(case, names, args.repeats, wrong)
+            clean()
+    if args.out:
+        path = Path(args.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
