@@ -57,7 +57,7 @@ def environment() -> dict[str, Any]:
 
 def reference(problem: Problem) -> list[Tensor]:
     """out, dq, dk, dv in fp32 with an explicit mask."""
-    n, p, r = problem.one_group()
+    _, p, r = problem.one_group()
     index = torch.arange(problem.case.total, device="cuda")
     owner = torch.where(index < p, -1, (index - p) // r)
     mask = (index[None] <= index[:, None]) & ((index[None] < p) | (owner[None] == owner[:, None]))
@@ -79,7 +79,7 @@ def packed(pair: Pair) -> list[Tensor]:
 
 
 def what_is_wrong(name: str, case: Case) -> str | None:
-    """None where the provider's results are right on a small ragged case with the same heads, dtype and head dim."""
+    """None where the results are right on a small ragged case with the same heads, dtype and head dim."""
     small = replace(case, num_responses=3, prompt_len=300, response_len=200, num_groups=1)
     try:
         problem = Problem(small)
