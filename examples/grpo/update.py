@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from flash_attn.integrations.transformers import packed_forward, register
+from flash_attn.integrations.transformers import log_probs_of_batch, register
 from flash_attn.shared_prompt import log_probs, pack, unpack_responses
 
 from .measure import Phases
@@ -61,17 +61,16 @@ class MicroBatch:
     advantages: torch.Tensor  # one per response token
 
 
-def response_log_probs(
-    model: Any, hidden: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """(n,) fp32 log-probs of `labels` (n,), each predicted by hidden state `rows[j]` of `hidden` (T, D)."""
+def row_log_probs(model: Any, row: torch.Tensor, first: int, temperature: float) -> torch.Tensor:
+    """(n,) fp32 log-probs of the tokens from `first` on of one row (1, L), in memory of a tile of logits."""
+    hidden = model.get_decoder()(input_ids=row, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
     return log_probs(
         hidden,
-        labels,
+        row[0, first:],
         head.weight,
-        getattr(head, "bias", None),
-        pred_index=rows,
+        head.bias,
+        pred_index=torch.arange(first - 1, row.shape[1] - 1, device=row.device),
         temperature=temperature,
         softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
         compute_entropy=False,
@@ -81,16 +80,13 @@ def response_log_probs(
 def replicated_batches(model: Any, groups: Sequence[Group], temperature: float) -> Iterator[MicroBatch]:
     """One row per response: its prompt, then the response."""
     device = next(model.parameters()).device
-    backbone = model.get_decoder()
     for group in groups:
         for response, advantage in zip(group.responses, group.advantages(), strict=True):
             row = torch.tensor([[*group.prompt, *response]], device=device)
             first = len(group.prompt)
 
             def forward(row: torch.Tensor = row, first: int = first) -> torch.Tensor:
-                hidden = backbone(input_ids=row, use_cache=False).last_hidden_state[0]
-                rows = torch.arange(first - 1, row.shape[1] - 1, device=device)
-                return response_log_probs(model, hidden, row[0, first:], rows, temperature)
+                return row_log_probs(model, row, first, temperature)
 
             yield MicroBatch(row.numel(), forward, advantage.expand(len(response)).to(device))
 
@@ -98,14 +94,14 @@ def replicated_batches(model: Any, groups: Sequence[Group], temperature: float) 
 def shared_batches(model: Any, groups: Sequence[Group], temperature: float) -> Iterator[MicroBatch]:
     """One pack per group: the prompt once, then its responses."""
     device = next(model.parameters()).device
-    backbone = model.get_decoder()
     for group in groups:
         packed = pack([list(group.prompt)] * len(group.responses), group.responses, device=device)
         lengths = torch.tensor([len(r) for r in group.responses])
 
         def forward(packed: Any = packed) -> torch.Tensor:
-            hidden = packed_forward(backbone, packed).last_hidden_state[0]
-            values = response_log_probs(model, hidden, packed.labels, packed.pred_index, temperature)
+            values = log_probs_of_batch(
+                model, packed, temperature=temperature, compute_entropy=False
+            ).log_probs
             return torch.cat(unpack_responses(values, packed))
 
         advantages = group.advantages().repeat_interleave(lengths).to(device)

@@ -1,0 +1,134 @@
+"""Fills the README's measured blocks and plots from the JSON files in benchmarks/results; none is typed by hand.
+
+    python benchmarks/report.py [--check]
+
+A block lies between `<!-- begin NAME -->` and `<!-- end NAME -->`; `BLOCKS` says what fills it. --check changes
+nothing and fails where a block is out of date. Figures must come from an unchanged checkout of an ancestor commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "examples"))
+
+
+@dataclass(frozen=True)
+class Block:
+    """One generated block: `text(record)` of the JSON file `source`, and the image that it shows, if any."""
+
+    name: str
+    source: Path
+    text: Callable[[dict[str, Any]], str]
+    draw: Callable[[dict[str, Any], Path], None] | None = None
+    image: Path | None = None
+
+
+def markdown_table(rows: list[tuple[str, ...]]) -> str:
+    """Rows as a table, the first as its head; columns after the first are right-aligned."""
+    head, *body = rows
+    rule = [":--", *["--:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *body])
+
+
+def policy_update(record: dict[str, Any]) -> str:
+    """`make demo`: what was run, the table, how equal both updates are."""
+    from grpo.report import table_rows
+
+    machine, case, differences = record["machine"], record["case"], record["differences"]
+    lengths = [group["prompt"] for group in record["groups"]]
+    rows = [("", "replicated", "shared", "replicated / shared"), *table_rows(record)]
+    image = (RESULTS / "cpu" / "policy_update.png").relative_to(ROOT).as_posix()
+    busy = machine["load_average"] > machine["num_threads"] + 0.5
+    return f"""\
+One GRPO update of {case["model"]}: {case["num_groups"]} prompts of {min(lengths)} to {max(lengths)} tokens,
+{case["num_responses"]} responses each, {case["dtype"]}, {machine["num_threads"]} threads of {machine["cpu"]}
+(torch {machine["torch"]}, transformers {machine["transformers"]}, {machine["date"]}\
+{f"; other work ran beside it, load average {machine['load_average']}" if busy else ""}).
+
+{markdown_table(rows)}
+
+Largest difference of a log-prob: {differences["log_prob"]:.1e}. Largest relative difference of a gradient:
+{differences["gradient"]:.1e}, over {differences["num_parameters"]} parameter tensors.
+
+![tokens and seconds, replicated and shared]({image})"""
+
+
+def draw_policy_update(record: dict[str, Any], path: Path) -> None:
+    """The demo's own plot."""
+    from grpo.report import plot
+
+    plot(record, path)
+
+
+BLOCKS = {
+    block.name: block
+    for block in [
+        Block(
+            "policy_update",
+            RESULTS / "cpu" / "policy_update.json",
+            policy_update,
+            draw_policy_update,
+            RESULTS / "cpu" / "policy_update.png",
+        ),
+    ]
+}
+
+
+def check_commit(commit: str | None, source: Path) -> None:
+    """Refuses figures that this checkout cannot have produced (unchecked without git and in shallow clones)."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+
+    name = source.relative_to(ROOT)
+    if commit is None or not re.fullmatch("[0-9a-f]{40}", commit):
+        raise ValueError(f"{name} must be measured on a commit without changes, got {commit}")
+    whole = git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
+    if whole and git("merge-base", "--is-ancestor", commit, "HEAD").returncode != 0:
+        raise ValueError(f"{name} must be measured on an ancestor of this commit, got {commit}")
+
+
+def filled(text: str, block: Block) -> str:
+    """`text` with the block's content put between its markers."""
+    record = json.loads(block.source.read_text())
+    check_commit(record["machine"]["commit"], block.source)
+    begin, end = f"<!-- begin {block.name} -->", f"<!-- end {block.name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"README.md must have one {begin} and one {end}")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{block.text(record)}\n{end}{rest.split(end)[1]}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrites (or checks) every block whose JSON is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, fail where a block is out of date"
+    )
+    check = parser.parse_args(arguments).check
+    old = new = README.read_text()
+    for block in BLOCKS.values():
+        new = filled(new, block)
+        if block.draw and block.image and not check:
+            block.draw(json.loads(block.source.read_text()), block.image)
+    if check:
+        print("README.md is " + ("out of date: run make report" if new != old else "up to date"))
+        return int(new != old)
+    README.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
