@@ -10,11 +10,11 @@ cannot be computed is refused by name.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flash_attn.flash_attn_interface import (
     flash_attn_func,
@@ -199,7 +199,7 @@ def _shared_prompt(
             "Call packed_forward, or pass attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True"
         )
     check_rope(module.config, layout)
-    out = flash_attn_shared_prompt_func(
+    out: Any = flash_attn_shared_prompt_func(
         q[0], k[0], v[0], layout,
         softmax_scale=options.softmax_scale, window_size=options.window_size, softcap=options.softcap,
         sinks=options.sinks, deterministic=options.deterministic,
@@ -208,12 +208,11 @@ def _shared_prompt(
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
-    arguments = options._asdict()
-    sinks = arguments.pop("sinks")
-    if sinks is None:
-        return flash_attn_func(q, k, v, **arguments)
-    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **arguments)
-    return _apply_sinks(out, lse.transpose(1, 2), sinks)
+    found: Any = flash_attn_func(q, k, v, **_flash_arguments(options))
+    if options.sinks is None:
+        return found
+    out, lse, _ = found
+    return _apply_sinks(out, lse.transpose(1, 2), options.sinks)
 
 
 def _varlen(
@@ -227,16 +226,26 @@ def _varlen(
     options: _Options,
 ) -> torch.Tensor:
     """q (B, Lq, H, D) or (total_q, H, D), likewise k and v; the result has q's leading dimensions."""
+    flat_q, flat_k, flat_v = (x.flatten(0, -3) for x in (q, k, v))
+    found: Any = flash_attn_varlen_func(
+        flat_q,
+        flat_k,
+        flat_v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        **_flash_arguments(options),
+    )
+    if options.sinks is not None:
+        out, lse, _ = found
+        found = _apply_sinks(out, lse.transpose(0, 1), options.sinks)
+    return found.unflatten(0, q.shape[:-2])
+
+
+def _flash_arguments(options: _Options) -> dict[str, Any]:
     arguments = options._asdict()
-    sinks = arguments.pop("sinks")
-    flat = [x.flatten(0, -3) for x in (q, k, v)]
-    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if sinks is None:
-        out = flash_attn_varlen_func(*flat, *bounds, **arguments)
-    else:
-        out, lse, _ = flash_attn_varlen_func(*flat, *bounds, return_attn_probs=True, **arguments)
-        out = _apply_sinks(out, lse.transpose(0, 1), sinks)
-    return out.unflatten(0, q.shape[:-2])
+    return {"return_attn_probs": arguments.pop("sinks") is not None, **arguments}
 
 
 def _apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -319,7 +328,8 @@ def _sequence_bounds(
     if starts is None:
         return None
     cu_seqlens, longest = starts
-    if q.shape[1] != k.shape[1] or (sequence_ids is None and position_ids.shape != q.shape[:2]):
+    num_positions = None if position_ids is None else position_ids.shape
+    if q.shape[1] != k.shape[1] or (sequence_ids is None and num_positions != q.shape[:2]):
         raise NotImplementedError(
             "packed sequences (position_ids that jump) need all queries of each row and no cached keys, got "
             f"{list(q.shape[:2])} queries, {list(k.shape[:2])} keys"
@@ -355,10 +365,10 @@ def _starts_of_positions(position_ids: torch.Tensor) -> _Starts | None:
     return _starts_to_bounds(rows, position_ids.numel())
 
 
-_last = threading.local()
+_results = threading.local()
 
 
-def _cached(tensor: torch.Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+def _cached(tensor: torch.Tensor, function: Callable[..., Any], *arguments: int) -> Any:
     """function(tensor, *arguments), computed once for the layers of a forward: they all get the same tensor
     object.
 
@@ -366,11 +376,10 @@ def _cached(tensor: torch.Tensor, function: Callable[..., Any], *arguments: Any)
     """
     if torch.compiler.is_compiling() or tensor.is_inference():
         return function(tensor, *arguments)
-    results = _last.__dict__.setdefault("results", {})
-    key = (function, *(a for a in arguments if isinstance(a, int)))
-    found = results.get(key)
-    if found is not None and found[0]() is tensor and found[1] == tensor._version:
-        return found[2]
-    result = function(tensor, *arguments)
-    results[key] = (weakref.ref(tensor), tensor._version, result)
-    return result
+    if not hasattr(_results, "by_tensor"):
+        _results.by_tensor = WeakTensorKeyDictionary()
+    found = _results.by_tensor.setdefault(tensor, {})
+    key = (function, arguments, tensor._version)
+    if key not in found:
+        found[key] = function(tensor, *arguments)
+    return found[key]

@@ -19,7 +19,7 @@ def length_dependent_rope(config: Any) -> list[tuple[str, int]]:
     by_layer_type = [p for p in parameters.values() if isinstance(p, dict) and "rope_type" in p]
     found = []
     for rope in by_layer_type or [parameters]:
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        rope_type = str(rope.get("rope_type", rope.get("type", "default")))
         if rope_type == "longrope":
             switch = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", None

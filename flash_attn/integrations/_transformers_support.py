@@ -39,7 +39,7 @@ _DROPOUT_NAMES = (
 _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap(model: Any) -> Any:
     """The transformers model inside DDP, torch.compile and PEFT wrappers."""
     while True:
         if hasattr(model, "_orig_mod"):
@@ -54,7 +54,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
-def text_backbone(model: torch.nn.Module) -> torch.nn.Module:
+def text_backbone(model: torch.nn.Module) -> Any:
     """The module that turns token ids into hidden states, without the LM head."""
     model = unwrap(model)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
@@ -69,7 +69,7 @@ def attention_modules(backbone: torch.nn.Module) -> list[tuple[str, torch.nn.Mod
 _asks: dict[type, bool] = {}
 
 
-def _asks_interface(cls: type) -> bool:
+def _asks_interface(cls: Any) -> bool:
     if cls not in _asks:
         if not any("Attention" in base.__name__ or "Attn" in base.__name__ for base in cls.__mro__):
             _asks[cls] = False
@@ -168,14 +168,14 @@ def _check_config(config: Any) -> None:
     length_dependent_rope(text)
 
 
-def _skeleton(config: Any) -> torch.nn.Module:
+def _skeleton(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
-def _check_modules(model: torch.nn.Module) -> None:
+def _check_modules(model: Any) -> None:
     backbone = text_backbone(model)
     kind = type(model).__name__
     for name, module in backbone.named_modules():

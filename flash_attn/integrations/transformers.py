@@ -30,7 +30,7 @@ __all__ = [
     "receipt", "Receipt", "inject", "Injection", "wrap", "Wrapping", "text_backbone",
 ]  # fmt: skip
 
-TESTED_VERSIONS = ("5.23.0",)
+TESTED_VERSIONS = ("5.10.4", "5.17.0", "5.23.0")
 """Releases of transformers that the test-suite ran on."""
 
 
