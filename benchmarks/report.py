@@ -1,9 +1,10 @@
-"""Fills the README's measured blocks and plots from the JSON files in benchmarks/results; none is typed by hand.
+"""Fills the README's measured blocks and plots from the JSON in benchmarks/results; none is typed by hand.
 
     python benchmarks/report.py [--check]
 
-A block lies between `<!-- begin NAME -->` and `<!-- end NAME -->`; `BLOCKS` says what fills it. --check changes
-nothing and fails where a block is out of date. Figures must come from an unchanged checkout of an ancestor commit.
+A block lies between `<!-- begin NAME -->` and `<!-- end NAME -->`; `BLOCKS` says what fills it. --check
+changes nothing and fails where a block is out of date. Figures must come from an unchanged checkout of an
+ancestor commit.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ BLOCKS = {
 
 
 def check_commit(commit: str | None, source: Path) -> None:
-    """Refuses figures that this checkout cannot have produced (unchecked without git and in shallow clones)."""
+    """Refuses figures that this checkout cannot have produced (unknown without git, in shallow clones)."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
