@@ -1,0 +1,116 @@
+"""What the README says is so: its code runs, its figures are those of the JSON, its tests and paths exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+STATES = ("works", "falls back", "refused", "not yet")
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def report():
+    return load(ROOT / "benchmarks" / "report.py")
+
+
+def table(head: str) -> list[list[str]]:
+    """Cells of the README's table whose first line is `head`."""
+    lines = README.split(head + "\n", 1)[1].splitlines()[1:]
+    rows = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_example_runs_and_says_what_it_saves(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 1
+    names: dict = {}
+    exec(compile(blocks[0], "README.md", "exec"), names)
+    assert capsys.readouterr().out == "126 -> 47 tokens\n"
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in names["model"].parameters())
+    rows = names["unpack_responses"](names["log_probs"], names["packed"])
+    assert [len(row) for row in rows] == [3, 1, 2]
+
+
+def test_figures_are_those_of_the_measurements(report):
+    for block in report.BLOCKS.values():
+        assert report.filled(README, block) == README, f"{block.name} is out of date: run make report"
+        assert block.image is None or block.image.is_file()
+
+
+def test_a_changed_figure_is_noticed(report, tmp_path, monkeypatch):
+    block = report.BLOCKS["policy_update"]
+    record = json.loads(block.source.read_text())
+    record["variants"]["shared"]["tokens"] += 1
+    changed = report.Block(block.name, tmp_path / "changed.json", block.text)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    changed.source.write_text(json.dumps(record))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "check_commit", lambda *_: None)
+    assert report.filled(README, changed) != README
+
+
+@pytest.mark.parametrize("commit", [None, "0" * 40 + "+changes", "f" * 40])
+def test_figures_of_another_checkout_are_refused(report, commit):
+    if commit == "f" * 40 and not (ROOT / ".git").exists():
+        pytest.skip("ancestors are known to git only")
+    with pytest.raises(ValueError, match=r"policy_update.json must be measured on .*, got"):
+        report.check_commit(commit, report.BLOCKS["policy_update"].source)
+
+
+def test_every_row_of_the_support_table_names_a_test_that_exists():
+    rows = table("| feature | state | test |")
+    assert len(rows) > 15
+    for feature, state, test in rows:
+        assert state.startswith(STATES), f"{feature}: state {state!r}"
+        path, _, name = test.strip("`").partition("::")
+        assert (ROOT / path).is_file(), f"{feature}: no file {path}"
+        assert name, f"{feature}: {path} names no test"
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (
+            f"{feature}: no {name} in {path}"
+        )
+
+
+def test_what_is_not_yet_there_is_not_there():
+    """Whoever builds one of these changes the table."""
+    not_yet = " ".join(
+        feature for feature, state, _ in table("| feature | state | test |") if state == "not yet"
+    )
+    built = {path.stem for path in (ROOT / "flash_attn" / "integrations").glob("*.py")}
+    built |= {path.stem for path in (ROOT / "flash_attn" / "shared_prompt").glob("*.py")}
+    for word, module in {
+        "veRL": "verl",
+        "OpenRLHF": "openrlhf",
+        "critics": "critic",
+        "Ulysses": "ulysses",
+    }.items():
+        assert (word in not_yet) != (module in built), f"{word}: the table and {module}.py disagree"
+
+
+def test_the_map_and_the_links_lead_to_files():
+    paths = [path for row in table("| path | what |") for path in re.findall(r"`([^`]+)`", row[0])]
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    commands = re.findall(r"(?:python |^)((?:examples|benchmarks|docs)/\w+\.py)", README, re.MULTILINE)
+    assert len(paths) > 5 and links
+    for path in [*paths, *links, *commands]:
+        assert (ROOT / path).exists(), f"README.md names {path}, which does not exist"
+
+
+def test_commands_are_targets_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`?make ([a-z-]+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"README.md says make {target}"
