@@ -1,4 +1,6 @@
-"""SharedPromptLayout: the segment table against a row-by-row enumeration of the replicated batch, and every way to copy it."""
+"""SharedPromptLayout: the segment table against a row-by-row enumeration of the replicated batch, and every
+way to copy it.
+"""
 
 import copy
 import itertools
@@ -16,10 +18,12 @@ BASE = dict(prompt_lens=[5, 1, 3], response_lens=[[2, 0, 4], [1], [0, 0]])
 
 
 def replicated_rows(prompt_lens, response_lens):
-    """Per response the tokens of its replicated row, each named (group, response or None for the prompt, position)."""
+    """Per response the tokens of its replicated row, each named (group, response or None for the prompt,
+    position).
+    """
     return [
         [(g, None, t) for t in range(prompt)] + [(g, i, prompt + t) for t in range(response)]
-        for g, (prompt, lens) in enumerate(zip(prompt_lens, response_lens))
+        for g, (prompt, lens) in enumerate(zip(prompt_lens, response_lens, strict=True))
         for i, response in enumerate(lens)
     ]
 
@@ -28,7 +32,7 @@ def packed_tokens(layout):
     """Names of the tokens in the pack's rows, read from the lengths alone."""
     fork = int(layout.boundary == "fork")
     names = []
-    for g, (prompt, lens) in enumerate(zip(layout.prompt_lens, layout.response_lens)):
+    for g, (prompt, lens) in enumerate(zip(layout.prompt_lens, layout.response_lens, strict=True)):
         names += [(g, None, t) for t in range(prompt - fork)]
         for i, response in enumerate(lens):
             names += [(g, None, prompt - 1)] * fork + [(g, i, prompt + t) for t in range(response)]
@@ -84,7 +88,7 @@ def test_index_maps_and_multiplicity_stand_for_the_replicated_batch(boundary, se
     if boundary == "fork":  # one label per row: no row predicts twice
         assert layout.pred_index.unique().numel() == layout.num_response_tokens
     counts: dict[tuple, int] = {}
-    for name, count in zip(names, layout.multiplicity.tolist()):
+    for name, count in zip(names, layout.multiplicity.tolist(), strict=True):
         counts[name] = counts.get(name, 0) + count
     assert counts == {name: sum(name in row for row in replicated) for name in names}
 
@@ -120,24 +124,84 @@ def test_empty_batch_is_a_layout():
 @pytest.mark.parametrize(
     "arguments, error, match",
     [
-        (dict(prompt_lens=[2], response_lens=[]), ValueError, r"response_lens must have one entry per prompt \(1\), got 0"),
-        (dict(prompt_lens=[0], response_lens=[[1]]), ValueError, r"prompt_lens\[0\] must be at least 1, got 0"),
-        (dict(prompt_lens=[2], response_lens=[[1, -1]]), ValueError, r"response_lens\[0\]\[1\] must be at least 0, got -1"),
-        (dict(prompt_lens=[2], response_lens=[[]]), ValueError, r"response_lens\[0\] must have at least one response .* got \[\]"),
-        (dict(prompt_lens=[2.0], response_lens=[[1]]), TypeError, r"prompt_lens\[0\] must be a Python int, got float 2.0"),
-        (dict(prompt_lens=[True], response_lens=[[1]]), TypeError, r"prompt_lens\[0\] must be a Python int, got bool True"),
-        (dict(prompt_lens=torch.tensor([2]), response_lens=[[1]]), TypeError, r"prompt_lens must be a sequence of .*Tensor"),
-        (dict(prompt_lens=[2], response_lens=5), TypeError, r"response_lens must be a sequence of Python ints, got int"),
-        (dict(prompt_lens=[2], response_lens=[1]), TypeError, r"response_lens\[0\] must be a sequence of Python ints, got int"),
-        (dict(prompt_lens=[2], response_lens=[[torch.tensor(1)]]), TypeError, r"response_lens\[0\]\[0\] must be a Python int"),
-        (dict(prompt_lens=[2**31], response_lens=[[1]]), ValueError, r"total must be below 2\*\*31 rows, got 2147483649"),
+        (
+            dict(prompt_lens=[2], response_lens=[]),
+            ValueError,
+            r"response_lens must have one entry per prompt \(1\), got 0",
+        ),
+        (
+            dict(prompt_lens=[0], response_lens=[[1]]),
+            ValueError,
+            r"prompt_lens\[0\] must be at least 1, got 0",
+        ),
+        (
+            dict(prompt_lens=[2], response_lens=[[1, -1]]),
+            ValueError,
+            r"response_lens\[0\]\[1\] must be at least 0, got -1",
+        ),
+        (
+            dict(prompt_lens=[2], response_lens=[[]]),
+            ValueError,
+            r"response_lens\[0\] must have at least one response .* got \[\]",
+        ),
+        (
+            dict(prompt_lens=[2.0], response_lens=[[1]]),
+            TypeError,
+            r"prompt_lens\[0\] must be a Python int, got float 2.0",
+        ),
+        (
+            dict(prompt_lens=[True], response_lens=[[1]]),
+            TypeError,
+            r"prompt_lens\[0\] must be a Python int, got bool True",
+        ),
+        (
+            dict(prompt_lens=torch.tensor([2]), response_lens=[[1]]),
+            TypeError,
+            r"prompt_lens must be a sequence of .*Tensor",
+        ),
+        (
+            dict(prompt_lens=[2], response_lens=5),
+            TypeError,
+            r"response_lens must be a sequence of Python ints, got int",
+        ),
+        (
+            dict(prompt_lens=[2], response_lens=[1]),
+            TypeError,
+            r"response_lens\[0\] must be a sequence of Python ints, got int",
+        ),
+        (
+            dict(prompt_lens=[2], response_lens=[[torch.tensor(1)]]),
+            TypeError,
+            r"response_lens\[0\]\[0\] must be a Python int",
+        ),
+        (
+            dict(prompt_lens=[2**31], response_lens=[[1]]),
+            ValueError,
+            r"total must be below 2\*\*31 rows, got 2147483649",
+        ),
         (dict(**BASE, boundary="spoon"), ValueError, r"boundary must be \"fork\" or \"shared\", got 'spoon'"),
-        (dict(**BASE, max_total=50), ValueError, r"must be given together, got max_segments=None and max_total=50"),
-        (dict(**BASE, max_total=50, max_segments=8), ValueError, r"max_segments must hold the batch: it needs 9, got max_segments=8"),
-        (dict(**BASE, max_total=18, max_segments=9), ValueError, r"max_total must hold the batch: it needs 19, got max_total=18"),
-        (dict(**BASE, max_total=2**31, max_segments=9), ValueError, r"max_total must be below 2\*\*31, got 2147483648"),
+        (
+            dict(**BASE, max_total=50),
+            ValueError,
+            r"must be given together, got max_segments=None and max_total=50",
+        ),
+        (
+            dict(**BASE, max_total=50, max_segments=8),
+            ValueError,
+            r"max_segments must hold the batch: it needs 9, got max_segments=8",
+        ),
+        (
+            dict(**BASE, max_total=18, max_segments=9),
+            ValueError,
+            r"max_total must hold the batch: it needs 19, got max_total=18",
+        ),
+        (
+            dict(**BASE, max_total=2**31, max_segments=9),
+            ValueError,
+            r"max_total must be below 2\*\*31, got 2147483648",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_lengths_are_refused(arguments, error, match):
     with pytest.raises(error, match=match):
         SharedPromptLayout.from_lengths(**arguments)
@@ -145,16 +209,16 @@ def test_bad_lengths_are_refused(arguments, error, match):
 
 def test_layout_is_immutable_and_only_built_from_lengths():
     layout = SharedPromptLayout.from_lengths(**BASE)
-    with pytest.raises(AttributeError, match="immutable .* cannot set 'total'"):
+    with pytest.raises(AttributeError, match=r"immutable .* cannot set 'total'"):
         layout.total = 3
     with pytest.raises(AttributeError, match="immutable, cannot delete 'total'"):
         del layout.total
-    with pytest.raises(TypeError, match="must be built with SharedPromptLayout.from_lengths"):
+    with pytest.raises(TypeError, match=r"must be built with SharedPromptLayout\.from_lengths"):
         SharedPromptLayout()
     assert not hasattr(layout, "__dict__")
     assert repr(layout) == (
-        "SharedPromptLayout(prompt_lens=(5, 1, 3), response_lens=((2, 0, 4), (1,), (0, 0)), boundary='fork', total=19, "
-        "device='cpu')"
+        "SharedPromptLayout(prompt_lens=(5, 1, 3), response_lens=((2, 0, 4), (1,), (0, 0)), boundary='fork', "
+        "total=19, device='cpu')"
     )
     assert "<33 responses>" in repr(SharedPromptLayout.from_lengths([1], [[1] * 33]))
 
@@ -226,7 +290,7 @@ def test_copy_refuses_what_does_not_fit_and_changes_nothing():
         layout.copy_(SharedPromptLayout.from_lengths([2], [[1, 1, 1]]))
     with pytest.raises(ValueError, match="max_total must hold the batch: it needs 10, got max_total=9"):
         layout.copy_(SharedPromptLayout.from_lengths([2], [[8]]))
-    with pytest.raises(ValueError, match='other.boundary must be "fork", got "shared"'):
+    with pytest.raises(ValueError, match=r'other\.boundary must be "fork", got "shared"'):
         layout.copy_(SharedPromptLayout.from_lengths([2], [[1]], boundary="shared"))
     with pytest.raises(TypeError, match="other must be a SharedPromptLayout, got list"):
         layout.copy_([[1]])
@@ -260,6 +324,44 @@ def test_compiles_as_a_plain_keyword_argument():
     ):
         layout = SharedPromptLayout.from_lengths(*lengths)
         x = torch.randn(layout.total)
-        for got, want in zip(compiled(x, layout=layout), rows_of_context(x, layout=layout)):
+        for got, want in zip(compiled(x, layout=layout), rows_of_context(x, layout=layout), strict=True):
             assert torch.equal(got, want)
     assert counter.frame_count <= 2
+
+
+class FakePlans:
+    """Stands for the CUDA library: tables of the capacity's size that tell what they were built from."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, layout, **arguments):
+        self.calls.append(arguments)
+        return [layout.segments * arguments["head_dim"], torch.full((layout.num_rows, 4), layout.total)]
+
+
+def test_plans_are_built_once_per_kind_of_layer_and_follow_copies_in_place(monkeypatch):
+    from flash_attn import _ops
+
+    fake = FakePlans()
+    monkeypatch.setattr(_ops, "plan_for", fake)
+    layout = SharedPromptLayout.from_lengths([4], [[3, 1]], max_segments=5, max_total=30)
+    options = dict(head_dim=64, num_heads_k=2, dtype=torch.bfloat16)
+    plan = layout.plan(**options)
+    assert layout.plan(**options) is plan
+    windowed = layout.plan(**options, window_size=[7, 0])
+    assert windowed is not plan and layout.plan(**options, window_size=(7, 0), causal=True) is windowed
+    assert layout.plan(**(options | dict(num_heads_k=4))) is not plan
+    assert len(fake.calls) == 3 and fake.calls[1]["window_size"] == (7, 0) and fake.calls[0]["causal"] is True
+    addresses = [t.data_ptr() for t in plan + windowed]
+    other = SharedPromptLayout.from_lengths([2], [[1, 5]])
+    layout.copy_(other)
+    assert len(fake.calls) == 6 and layout.plan(**options) is plan
+    assert [t.data_ptr() for t in plan + windowed] == addresses
+    assert torch.equal(plan[0], layout.segments * 64) and (plan[1] == other.total).all()
+    assert layout.to("meta")._plans == {} and copy.deepcopy(layout)._plans == {}
+
+
+def test_there_is_no_plan_on_the_cpu():
+    layout = SharedPromptLayout.from_lengths(**BASE)
+    assert layout.plan(head_dim=64, num_heads_k=2, dtype=torch.float32) == []

@@ -11,7 +11,10 @@ import torch._dynamo.testing
 
 from flash_attn.shared_prompt import SharedPromptLayout, log_probs, pack, unpack_responses
 
-MODULE = importlib.import_module("flash_attn.shared_prompt.log_probs")  # the package's attribute is the function
+MODULE = importlib.import_module(
+    "flash_attn.shared_prompt.log_probs"
+)  # the package's attribute is the function
+CHECKS = importlib.import_module("flash_attn.shared_prompt._log_probs_checks")
 VOCAB, SIZE = 23, 5
 BOUNDARIES = ["fork", "shared"]
 
@@ -81,7 +84,13 @@ def test_equals_the_twin_whatever_the_tiles(tile_elements, temperature, softcap,
     labels = torch.randint(0, VOCAB, (11,))
     labels[[2, 7]] = -100
     compare(
-        hidden, labels, weight, head_bias, temperature=temperature, softcap=softcap, tile_elements=tile_elements
+        hidden,
+        labels,
+        weight,
+        head_bias,
+        temperature=temperature,
+        softcap=softcap,
+        tile_elements=tile_elements,
     )
 
 
@@ -103,7 +112,9 @@ def test_gradcheck():
     hidden, weight, bias = inputs(num_rows=4)
     labels = torch.tensor([3, -100, 0, 22])
     options = dict(temperature=0.7, softcap=3.0, tile_elements=30)
-    assert torch.autograd.gradcheck(lambda h, w, b: log_probs(h, labels, w, b, **options), (hidden, weight, bias))
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: log_probs(h, labels, w, b, **options), (hidden, weight, bias)
+    )
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
@@ -125,7 +136,9 @@ def test_every_response_token_of_a_pack(boundary):
 def test_repeated_rows_add_up_in_fp32():
     """The last prompt row of the shared boundary receives the gradients of all responses' first tokens."""
     layout = SharedPromptLayout.from_lengths([1], [[1] * 512], boundary="shared")
-    hidden, weight, _ = (None if t is None else t.detach().bfloat16() for t in inputs(layout.num_rows, bias=False))
+    hidden, weight, _ = (
+        None if t is None else t.detach().bfloat16() for t in inputs(layout.num_rows, bias=False)
+    )
     hidden.requires_grad_()
     labels = torch.zeros(512, dtype=torch.int64)
     log_probs(hidden, labels, weight, pred_index=layout.pred_index).log_probs.sum().backward()
@@ -140,7 +153,9 @@ def test_half_precision_is_cast_before_the_softmax():
     values, entropy = log_probs(hidden, labels, weight, bias, tile_elements=100)
     assert values.dtype == entropy.dtype == torch.float32
     reference, reference_entropy = twin(hidden, labels, weight, bias)
-    torch.testing.assert_close(values, reference, rtol=1e-6, atol=1e-6)  # the logits are bf16, nothing behind them is
+    torch.testing.assert_close(
+        values, reference, rtol=1e-6, atol=1e-6
+    )  # the logits are bf16, nothing behind them is
     torch.testing.assert_close(entropy, reference_entropy, rtol=1e-5, atol=1e-5)
     (values.sum() + entropy.sum()).backward()
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
@@ -154,7 +169,9 @@ def test_a_wider_head_is_used_in_its_own_precision():
     hidden, weight, _ = inputs(num_rows=6, dtype=torch.float32, bias=False)
     labels = torch.randint(0, VOCAB, (6,))
     compare(hidden.detach().bfloat16().requires_grad_(), labels, weight, rtol=1e-2)
-    with pytest.raises(TypeError, match=re.escape("weight must be torch.float32 like hidden, or wider, got torch.bf")):
+    with pytest.raises(
+        TypeError, match=re.escape("weight must be torch.float32 like hidden, or wider, got torch.bf")
+    ):
         log_probs(hidden, labels, weight.bfloat16())
 
 
@@ -174,7 +191,9 @@ def test_entropy_can_be_left_out_and_carries_its_own_gradient():
     assert entropy is None
     torch.testing.assert_close(values, twin(hidden, labels, weight, bias)[0])
     for pick in (0, 1):  # a bonus on the entropy alone, a loss on the log-probs alone
-        ours = torch.autograd.grad(log_probs(hidden, labels, weight, bias)[pick].sum(), [hidden, weight, bias])
+        ours = torch.autograd.grad(
+            log_probs(hidden, labels, weight, bias)[pick].sum(), [hidden, weight, bias]
+        )
         want = torch.autograd.grad(twin(hidden, labels, weight, bias)[pick].sum(), [hidden, weight, bias])
         for a, b in zip(ours, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
@@ -227,12 +246,21 @@ def test_large_logits_keep_their_entropy():
     exact = twin(logits.double(), labels)
     values, entropy = log_probs(logits, labels, tile_elements=40)
     torch.testing.assert_close(entropy.double(), exact[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(values.double(), exact[0], rtol=1e-6, atol=1e-6)  # lse = 30003.1 would round them off
+    torch.testing.assert_close(
+        values.double(), exact[0], rtol=1e-6, atol=1e-6
+    )  # lse = 30003.1 would round them off
 
 
 def test_one_temperature_per_label():
     hidden, weight, bias = inputs()
-    compare(hidden, torch.randint(0, VOCAB, (11,)), weight, bias, temperature=torch.rand(11) + 0.3, tile_elements=40)
+    compare(
+        hidden,
+        torch.randint(0, VOCAB, (11,)),
+        weight,
+        bias,
+        temperature=torch.rand(11) + 0.3,
+        tile_elements=40,
+    )
 
 
 def test_same_weights_give_a_ratio_of_one():
@@ -246,7 +274,9 @@ def test_same_weights_give_a_ratio_of_one():
 
 
 def test_borders_of_the_pack_carry_no_loss():
-    """Making the first token of the next response impossible changes nothing: nobody predicts it across the border."""
+    """Making the first token of the next response impossible changes nothing: nobody predicts it across the
+    border.
+    """
     packed = pack([[1, 2], [1, 2], [3]], [[4], [5], [6]])
     hidden, weight, _ = inputs(packed.layout.num_rows, bias=False)
     bias = torch.zeros(VOCAB, dtype=torch.float64)
@@ -258,7 +288,9 @@ def test_borders_of_the_pack_carry_no_loss():
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_the_gradient_does_not_depend_on_the_micro_batches(boundary):
-    """12 rows as 1, 2, 3 and 6 micro-batches of uneven size, one without a loss token: sum over tokens / global count."""
+    """12 rows as 1, 2, 3 and 6 micro-batches of uneven size, one without a loss token: sum over tokens /
+    global count.
+    """
     torch.manual_seed(0)
     prompts = [[1, 2, 3]] * 4 + [[4, 5]] * 4 + [[6]] * 4
     responses = [torch.randint(0, 9, (n,)).tolist() for n in (3, 0, 5, 1, 2, 2, 0, 7, 0, 0, 4, 1)]
@@ -305,7 +337,7 @@ def test_compiles_without_graph_breaks():
 
 
 def test_wrong_labels_that_cannot_be_read_give_nan(monkeypatch):
-    monkeypatch.setattr(MODULE, "_may_read", lambda tensor: False)  # as on a GPU
+    monkeypatch.setattr(CHECKS, "may_read", lambda tensor: False)  # as on a GPU
     hidden, weight, bias = inputs(num_rows=3)
     values = log_probs(hidden, torch.tensor([1, VOCAB, -1]), weight, bias).log_probs
     assert values.isnan().tolist() == [False, True, True]
@@ -334,7 +366,11 @@ H, W, Y = torch.zeros(3, SIZE), torch.zeros(VOCAB, SIZE), torch.zeros(3, dtype=t
         (dict(temperature=-1), ValueError, "temperature must be > 0, got -1"),
         (dict(temperature=float("nan")), ValueError, "temperature must be > 0, got nan"),
         (dict(temperature=torch.tensor([1.0, 0.0, 1.0])), ValueError, "temperature must be > 0, got 0.0"),
-        (dict(temperature=torch.ones(2)), ValueError, "a number or one per label (3,) on cpu, got [2] on cpu"),
+        (
+            dict(temperature=torch.ones(2)),
+            ValueError,
+            "a number or one per label (3,) on cpu, got [2] on cpu",
+        ),
         (dict(softcap=0.0), ValueError, "softcap must be > 0 or None, got 0.0"),
         (dict(tile_elements=0), ValueError, "tile_elements must be at least 1, got 0"),
     ],
@@ -393,7 +429,9 @@ def extra_mib(*arguments):
 
 @pytest.mark.parametrize("from_logits", [False, True])
 def test_peak_memory_is_that_of_a_tile(from_logits):
-    """128 MiB of fp32 logits in tiles of 4 MiB: forward and backward, gradients of inputs and head not counted."""
+    """128 MiB of fp32 logits in tiles of 4 MiB: forward and backward, gradients of inputs and head not
+    counted.
+    """
     assert extra_mib(1024, 32768, 16, "float32", 2**20, from_logits) < 40
 
 

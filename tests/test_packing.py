@@ -1,6 +1,8 @@
-"""Packing against plain Python: grouping by content, every map between the caller's grid and the pack, and bad input.
+"""Packing against plain Python: grouping by content, every map between the caller's grid and the pack, and
+bad input.
 
-The oracle is the list of replicated rows with their masked tokens left out; no function of the package takes part in it.
+The oracle is the list of replicated rows with their masked tokens left out; no function of the package takes
+part in it.
 """
 
 import random
@@ -22,7 +24,9 @@ BOUNDARIES = ["fork", "shared"]
 
 
 class Batch:
-    """A random padded batch whose prompts repeat, with holes in its masks, and the same rows as lists of kept tokens."""
+    """A random padded batch whose prompts repeat, with holes in its masks, and the same rows as lists of kept
+    tokens.
+    """
 
     def __init__(self, seed, holes=True, num_prompts=3, num_rows=7, prompt_width=6, response_width=5):
         rng = random.Random(seed)
@@ -71,7 +75,9 @@ class Batch:
 
 
 def replicated(packed, row):
-    """Ids and positions of a caller's row, read back through the segment table of the layout: what attention sees."""
+    """Ids and positions of a caller's row, read back through the segment table of the layout: what attention
+    sees.
+    """
     (p, r), index = packed.row_lens[row], packed.grid_to_packed[row]
     last = int(index[index >= 0][-1]) if r or p else -1
     for q0, q1, c0, c1, k0, k1 in packed.layout.segments.tolist():
@@ -94,7 +100,7 @@ def test_a_pack_holds_every_row_and_unpacks_to_the_callers_grid(seed, boundary, 
     assert torch.equal(ids, batch.ids.where(batch.mask == 1, -1))
     assert torch.equal(unpack_responses(packed.labels, packed, fill=-1), ids[:, batch.prompt_width :])
     assert torch.equal(pack_tokens(batch.ids, packed), packed.input_ids[0])
-    # Any per-token tensor of the caller: responses come back as they were, with extra dimensions, and with gradients.
+    # Any per-token tensor of the caller comes back as it was, with extra dimensions and with gradients.
     values = torch.randn(*batch.ids[:, batch.prompt_width :].shape, 2, requires_grad=True)
     back = unpack_responses(pack_responses(values, packed), packed, fill=7.0)
     kept = (batch.mask[:, batch.prompt_width :] == 1)[..., None].expand(values.shape)
@@ -264,7 +270,7 @@ def stored_tokens(prompts, groups, fork):
         return None
     return sum(
         n + sum(len(prompts[r]) - n for r in rows) + fork * (len(rows) - 1)
-        for n, rows in zip(prefixes, groups)
+        for n, rows in zip(prefixes, groups, strict=True)
     )
 
 
@@ -288,7 +294,7 @@ def test_longest_common_prefix_stores_the_fewest_tokens(seed, boundary):
         n for parts in partitions(list(range(6))) if (n := stored_tokens(prompts, parts, fork)) is not None
     )
     assert stored_tokens(prompts, groups.rows, fork) == best
-    for rows, prefix in zip(groups.rows, groups.prefix_lens):
+    for rows, prefix in zip(groups.rows, groups.prefix_lens, strict=True):
         assert rows == sorted(rows) and len({tuple(prompts[r][:prefix]) for r in rows}) == 1
 
 
@@ -306,7 +312,7 @@ def test_a_pair_with_a_token_merged_across_the_boundary_is_one_group(boundary):
     )
     assert packed.labels.tolist() == [7, 8, 9]  # the rest of the prompt is attended, not trained on
     assert packed.input_ids[0, packed.pred_index].tolist() == [40, 7, 42]
-    assert [r.tolist() for r in unpack(packed.input_ids[0], packed)] == [chosen + [7, 8], rejected + [9]]
+    assert [r.tolist() for r in unpack(packed.input_ids[0], packed)] == [[*chosen, 7, 8], [*rejected, 9]]
     assert pack([chosen, rejected], [[7, 8], [9]], boundary=boundary).rows == ((0,), (1,))
     keyed = pack(
         [chosen, rejected], [[7, 8], [9]], longest_common_prefix=True, keys=["a", "b"], boundary=boundary
@@ -384,26 +390,90 @@ IDS, MASK = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, dtype=torch.int64)
     "arguments, error, message",
     [
         (dict(prompts=IDS, responses=IDS[0]), ValueError, "responses must be (num_rows, width), got [2]"),
-        (dict(prompts=IDS, responses=IDS[:1]), ValueError, "responses must have one row per prompt (2), got 1"),
-        (dict(prompts=IDS, responses=[[1], [2]]), TypeError, "responses must be a tensor like prompts, got list"),
-        (dict(prompts=[[1]], responses=IDS[:1]), TypeError, "responses must be a list of rows like prompts, got Tensor"),
-        (dict(prompts=IDS.float(), responses=IDS), TypeError, "prompts must hold integers, got torch.float32"),
-        (dict(prompts=[[1.5]], responses=[[1]]), TypeError, "prompts[0] must hold integers, got torch.float32"),
+        (
+            dict(prompts=IDS, responses=IDS[:1]),
+            ValueError,
+            "responses must have one row per prompt (2), got 1",
+        ),
+        (
+            dict(prompts=IDS, responses=[[1], [2]]),
+            TypeError,
+            "responses must be a tensor like prompts, got list",
+        ),
+        (
+            dict(prompts=[[1]], responses=IDS[:1]),
+            TypeError,
+            "responses must be a list of rows like prompts, got Tensor",
+        ),
+        (
+            dict(prompts=IDS.float(), responses=IDS),
+            TypeError,
+            "prompts must hold integers, got torch.float32",
+        ),
+        (
+            dict(prompts=[[1.5]], responses=[[1]]),
+            TypeError,
+            "prompts[0] must hold integers, got torch.float32",
+        ),
         (dict(prompts=[1], responses=[[1]]), ValueError, "prompts[0] must be a list of ids, got shape []"),
         (dict(prompts=[[]], responses=[[1]]), ValueError, "prompts[0] must have at least one token, got 0"),
-        (dict(prompts=IDS, responses=IDS, prompt_mask=0 * MASK), ValueError, "prompts[0] must have at least one token"),
-        (dict(prompts=IDS, responses=-IDS), ValueError, "responses must hold ids >= 0 where not masked, got -1 in row 0"),
-        (dict(prompts=IDS, responses=IDS, prompt_mask=MASK[:1]), ValueError, "prompt_mask must be (2, 2) like its ids"),
-        (dict(prompts=IDS, responses=IDS, response_mask=MASK * 3), ValueError, "must hold 0 and 1 only, got 3"),
-        (dict(prompts=[[1, 2]], responses=[[1]], prompt_mask=[[1]]), ValueError, "must have one flag per id of prompts"),
-        (dict(prompts=IDS, responses=IDS, keys=[1]), ValueError, "keys must have one entry per row (2), got 1"),
-        (dict(prompts=IDS, responses=IDS, position_ids=IDS), ValueError, "position_ids must be (2, 4) or (K, 2, 4), got [2, 2]"),
-        (dict(prompts=IDS, responses=IDS, position_ids=torch.rand(2, 4)), TypeError, "position_ids must hold integers"),
-        (dict(prompts=[[1]], responses=[[1]], position_ids=[[1]]), ValueError, "position_ids must have one id per token of each row [2], got [1]"),
-        (dict(prompts=IDS, responses=IDS, boundary="x"), ValueError, "boundary must be \"fork\" or \"shared\", got 'x'"),
-        (dict(prompts=IDS, responses=IDS, max_segments=1, max_total=99), ValueError, "it needs 4, got max_segments=1"),
+        (
+            dict(prompts=IDS, responses=IDS, prompt_mask=0 * MASK),
+            ValueError,
+            "prompts[0] must have at least one token",
+        ),
+        (
+            dict(prompts=IDS, responses=-IDS),
+            ValueError,
+            "responses must hold ids >= 0 where not masked, got -1 in row 0",
+        ),
+        (
+            dict(prompts=IDS, responses=IDS, prompt_mask=MASK[:1]),
+            ValueError,
+            "prompt_mask must be (2, 2) like its ids",
+        ),
+        (
+            dict(prompts=IDS, responses=IDS, response_mask=MASK * 3),
+            ValueError,
+            "must hold 0 and 1 only, got 3",
+        ),
+        (
+            dict(prompts=[[1, 2]], responses=[[1]], prompt_mask=[[1]]),
+            ValueError,
+            "must have one flag per id of prompts",
+        ),
+        (
+            dict(prompts=IDS, responses=IDS, keys=[1]),
+            ValueError,
+            "keys must have one entry per row (2), got 1",
+        ),
+        (
+            dict(prompts=IDS, responses=IDS, position_ids=IDS),
+            ValueError,
+            "position_ids must be (2, 4) or (K, 2, 4), got [2, 2]",
+        ),
+        (
+            dict(prompts=IDS, responses=IDS, position_ids=torch.rand(2, 4)),
+            TypeError,
+            "position_ids must hold integers",
+        ),
+        (
+            dict(prompts=[[1]], responses=[[1]], position_ids=[[1]]),
+            ValueError,
+            "position_ids must have one id per token of each row [2], got [1]",
+        ),
+        (
+            dict(prompts=IDS, responses=IDS, boundary="x"),
+            ValueError,
+            'boundary must be "fork" or "shared", got \'x\'',
+        ),
+        (
+            dict(prompts=IDS, responses=IDS, max_segments=1, max_total=99),
+            ValueError,
+            "it needs 4, got max_segments=1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_batches_are_refused(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         pack(**arguments)

@@ -1,4 +1,6 @@
-"""What `check` changes on a model and puts back: gradients, training flags, precision, attention, random state."""
+"""What `check` changes on a model and puts back: gradients, training flags, precision, attention, random
+state.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ import torch
 def restored_state(model: Any, named: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
     """Runs the body in eval mode without gradients; afterwards everything is as it was, the same objects."""
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    parameters = [*named.values(), *(p for module in modules for p in module._parameters.values() if p is not None)]
+    parameters = [
+        *named.values(),
+        *(p for module in modules for p in module._parameters.values() if p is not None),
+    ]
     training = [module.training for module in modules]
     gradients = [parameter.grad for parameter in parameters]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -34,7 +39,9 @@ def restored_state(model: Any, named: Mapping[str, torch.nn.Parameter]) -> Itera
 
 
 class Precision:
-    """Casts floating-point parameters and buffers to `dtype` and puts the original storage back, bit for bit."""
+    """Casts floating-point parameters and buffers to `dtype` and puts the original storage back, bit for
+    bit.
+    """
 
     def __init__(self, model: Any, named: Mapping[str, torch.nn.Parameter], dtype: torch.dtype) -> None:
         parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else list(named.values())

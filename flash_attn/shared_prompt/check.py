@@ -1,7 +1,9 @@
-"""Is the packed step of this model equal to the replicated one? Loss, log-probs, entropy and every parameter gradient.
+"""Is the packed step of this model equal to the replicated one? Loss, log-probs, entropy and every parameter
+gradient.
 
-The replicated step runs each row by itself, with its own copy of the prompt; a run in higher precision says how large a
-difference rounding explains. Users call `check_gradients` on their own model before they trust a packed run.
+The replicated step runs each row by itself, with its own copy of the prompt; a run in higher precision says
+how large a difference rounding explains. Users call `check_gradients` on their own model before they trust a
+packed run.
 """
 
 from __future__ import annotations
@@ -14,19 +16,26 @@ from typing import Any
 import torch
 
 from flash_attn.shared_prompt._check_state import Precision, restored_state
-from flash_attn.shared_prompt.log_probs import log_probs
-from flash_attn.shared_prompt.packing import IGNORE_INDEX, PackedBatch, Rows, pack, unpack_responses
+from flash_attn.shared_prompt._check_steps import (
+    Loss,
+    ReplicatedRows,
+    Steps,
+    default_packed,
+    default_replicated,
+    weighted_loss,
+)
+from flash_attn.shared_prompt.packing import IGNORE_INDEX, PackedBatch, Rows, pack
 
-# (log_probs, entropy, mask), each (num_rows, longest response), zeros outside the mask -> scalar
-Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 PARITY = 1e-5  # relative error allowed where the model runs in fp64
-# A gradient far below the whole gradient's norm is held to this part of it: a bias of keys has an exact gradient of 0.
+# A gradient far below the whole gradient's norm is held to this part of it (that of a key bias is exactly 0).
 FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One quantity. `relative` is ||packed - reference|| / max(||reference||, floor), `tolerance` its limit."""
+    """One quantity. `relative` is ||packed - reference|| / max(||reference||, floor), `tolerance` its
+    limit.
+    """
 
     quantity: str
     precision: str
@@ -60,7 +69,9 @@ class CheckResult:
             rows.sort(key=lambda row: (row.passed, -row.relative / max(row.tolerance, 1e-300)))
             rows = rows[:max_rows]
         width = max([len("quantity"), *(len(row.quantity) for row in rows)])
-        lines = [f"{'quantity':<{width}}  {'precision':<9}  {'max abs':>9}  {'relative':>9}  {'tolerance':>9}"]
+        lines = [
+            f"{'quantity':<{width}}  {'precision':<9}  {'max abs':>9}  {'relative':>9}  {'tolerance':>9}"
+        ]
         lines += [
             f"{row.quantity:<{width}}  {row.precision:<9}  {row.max_abs:>9.2e}  {row.relative:>9.2e}  "
             f"{row.tolerance:>9.2e}  {'pass' if row.passed else 'FAIL'}"
@@ -68,7 +79,8 @@ class CheckResult:
         ]
         failed = sum(not row.passed for row in self.rows)
         lines.append(
-            f"{'PASS' if self.passed else 'FAIL'}: {len(self.rows) - failed} of {len(self.rows)} quantities agree; "
+            f"{'PASS' if self.passed else 'FAIL'}: {len(self.rows) - failed} of {len(self.rows)} quantities "
+            "agree; "
             f"{self.num_packed_tokens} packed tokens for {self.num_replicated_tokens} replicated ones"
         )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -96,30 +108,41 @@ def check_gradients(
     progress: Callable[[str], None] | None = print,
     **pack_options: Any,
 ) -> CheckResult:
-    """Runs the same step replicated and packed, on the model's own precision and a higher one, and compares them.
+    """Runs the same step replicated and packed, on the model's own precision and a higher one, and compares
+    them.
 
-    `model(input_ids, position_ids=..., use_cache=False)` gives logits, or an output with `.logits`, or a tuple that begins
-    with them. The packed forward is `packed_forward(model, packed)` (adapters bring one, e.g.
-    `flash_attn.integrations.transformers.packed_forward`), by default the same call with `dualkv_layout=packed.layout`.
-    `replicated_forward(model, input_ids, position_ids)` runs one row (1, length). Models with `set_attn_implementation`
-    run their replicated rows under `replicated_attention`. `parameters` names the tensors to compare where `model` is no
-    module. Other options (masks, position ids, boundary, ...) go to `pack`.
+    `model(input_ids, position_ids=..., use_cache=False)` gives logits, or an output with `.logits`, or a
+    tuple that begins with them. The packed forward is `packed_forward(model, packed)` (adapters bring one,
+    e.g. `flash_attn.integrations.transformers.packed_forward`), by default the same call with
+    `dualkv_layout=packed.layout`. `replicated_forward(model, input_ids, position_ids)` runs one row (1,
+    length). Models with `set_attn_implementation` run their replicated rows under `replicated_attention`.
+    `parameters` names the tensors to compare where `model` is no module. Other options (masks, position ids,
+    boundary, ...) go to `pack`.
 
-    `loss(log_probs, entropy, mask)` takes (num_rows, longest response) tensors; the default weighs every token by a
-    fixed random number and adds an entropy bonus. Tolerances: relative error 1e-5 where both steps run in fp64;
-    in the model's own precision twice the replicated step's error against the higher-precision run, plus one rounding.
-    The model runs in eval mode. Gradients, training flags, precision, attention and the random state are restored, also
-    after an exception. One extra copy of parameters and gradients in fp64 is needed.
+    `loss(log_probs, entropy, mask)` takes (num_rows, longest response) tensors; the default weighs every
+    token by a fixed random number and adds an entropy bonus. Tolerances: relative error 1e-5 where both steps
+    run in fp64; in the model's own precision twice the replicated step's error against the higher-precision
+    run, plus one rounding. The model runs in eval mode. Gradients, training flags, precision, attention and
+    the random state are restored, also after an exception. One extra copy of parameters and gradients in fp64
+    is needed.
     """
     named = _named_parameters(model, parameters)
     packed = pack(prompts, responses, **pack_options).to(next(iter(named.values())).device)
     if not (packed.labels != IGNORE_INDEX).any():
         raise ValueError("responses must have at least one token in the loss, got 0")
-    rows = _Rows.of(packed, prompts, responses, pack_options)
-    steps = _Steps(
-        model, named, packed, rows, packed_forward or _default_packed, replicated_forward or _default_replicated,
-        loss or _weighted_loss, temperature, replicated_attention, progress or (lambda message: None),
-    )  # fmt: skip
+    rows = ReplicatedRows.of(packed, prompts, responses, pack_options)
+    steps = Steps(
+        model,
+        named,
+        packed,
+        rows,
+        packed_forward or default_packed,
+        replicated_forward or default_replicated,
+        loss or weighted_loss,
+        temperature,
+        replicated_attention,
+        progress or (lambda message: None),
+    )
     with restored_state(model, named), torch.enable_grad():
         return _compare(steps)
 
@@ -130,7 +153,9 @@ def _named_parameters(
     if not callable(model):
         raise TypeError(f"model must be callable, got {type(model).__name__}")
     if parameters is None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"parameters must be given where model is no torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"parameters must be given where model is no torch.nn.Module, got {type(model).__name__}"
+        )
     named = dict(model.named_parameters() if parameters is None else parameters)
     named = {name: p for name, p in named.items() if p.requires_grad}
     if not named:
@@ -138,162 +163,32 @@ def _named_parameters(
     return named
 
 
-def _default_packed(model: Any, packed: PackedBatch) -> Any:
-    return model(
-        packed.input_ids, position_ids=packed.position_ids, dualkv_layout=packed.layout, use_cache=False
-    )
-
-
-def _default_replicated(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
-    return model(input_ids, position_ids=position_ids, use_cache=False)
-
-
-def _logits(output: Any) -> torch.Tensor:
-    logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[0] != 1:
-        shape = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise ValueError(f"model must give logits (1, num_tokens, vocab_size), got {shape}")
-    return logits
-
-
-def _weighted_loss(values: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(values.shape, generator=generator, dtype=torch.float64).to(values)
-    return -((weights * values + 0.1 * entropy) * mask).sum() / mask.sum()
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The caller's rows as one-row batches, taken from the caller's own arguments: the pack has no part in them."""
-
-    input_ids: list[torch.Tensor]  # (1, length)
-    position_ids: list[torch.Tensor]  # (1, length) or (K, 1, length)
-    columns: list[torch.Tensor]  # columns of the response grid that hold the row's response tokens
-    in_loss: torch.Tensor  # (num_rows, width) bool
-
-    @classmethod
-    def of(cls, packed: PackedBatch, prompts: Rows, responses: Rows, options: Mapping[str, Any]) -> _Rows:
-        device, num_rows = packed.input_ids.device, len(prompts)
-        positions = options.get("position_ids")
-        input_ids, position_ids, columns = [], [], []
-        in_loss = torch.zeros(packed.grid_to_response.shape, dtype=torch.bool)
-        for i in range(num_rows):
-            ids, kept = [], []
-            for rows, mask in ((prompts, options.get("prompt_mask")), (responses, options.get("response_mask"))):
-                row = torch.as_tensor(rows[i]).cpu().long()
-                keep = torch.ones_like(row) if mask is None else torch.as_tensor(mask[i]).cpu()
-                ids.append(row)
-                kept.append(keep.bool())
-            keep = torch.cat(kept)
-            input_ids.append(torch.cat(ids)[keep][None].to(device))
-            if positions is None:
-                position = torch.arange(int(keep.sum()))[None]
-            elif isinstance(positions, torch.Tensor):
-                position = positions.cpu()[..., i, keep]
-                position = position[None] if position.dim() == 1 else position[:, None]
-            else:
-                position = torch.as_tensor(positions[i]).cpu()[keep][None]
-            position_ids.append(position.to(device))
-            columns.append(kept[1].nonzero()[:, 0])
-            loss_mask = options.get("loss_mask")
-            trained = kept[1] if loss_mask is None else kept[1] & torch.as_tensor(loss_mask[i]).cpu().bool()
-            in_loss[i, : len(trained)] = trained
-        return cls(input_ids, position_ids, columns, in_loss.to(device))
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """The two steps. Each leaves the parameters' gradients in `.grad` and returns loss, log-probs and entropy."""
-
-    model: Any
-    named: dict[str, torch.nn.Parameter]
-    packed: PackedBatch
-    rows: _Rows
-    packed_forward: Callable[[Any, PackedBatch], Any]
-    replicated_forward: Callable[..., Any]
-    loss: Loss
-    temperature: float
-    replicated_attention: str
-    progress: Callable[[str], None]
-
-    def run_packed(self, name: str) -> dict[str, torch.Tensor]:
-        self._begin()
-        self.progress(f"packed step, {name}: {self.packed.num_packed_tokens} tokens")
-        logits = _logits(self.packed_forward(self.model, self.packed))[0]
-        found = log_probs(logits, self.packed, temperature=self.temperature)
-        values, entropy = (self._grid(unpack_responses(x, self.packed)) for x in found)
-        loss = self.loss(values, entropy, self.rows.in_loss)
-        loss.backward()
-        return {"loss": loss.detach(), "log_probs": values.detach(), "entropy": entropy.detach()}
-
-    def run_replicated(self, name: str) -> dict[str, torch.Tensor]:
-        """One row at a time, twice: values for the loss first, then each row's share of its gradient."""
-        self._begin()
-        num_rows = len(self.rows.input_ids)
-        set_attention = getattr(self.model, "set_attn_implementation", None)
-        before = self.model.config._attn_implementation if set_attention is not None else None
-        if set_attention is not None:
-            set_attention(self.replicated_attention)
-        try:
-            with torch.no_grad():
-                pairs = []
-                for i in range(num_rows):
-                    self.progress(f"replicated step, {name}: values of row {i + 1}/{num_rows}")
-                    pairs.append(self._row(i))
-            values, entropy = (torch.stack(grids).requires_grad_() for grids in zip(*pairs, strict=True))
-            loss = self.loss(values, entropy, self.rows.in_loss)
-            grads = torch.autograd.grad(loss, (values, entropy), allow_unused=True, materialize_grads=True)
-            for i in range(num_rows):
-                self.progress(f"replicated step, {name}: gradients of row {i + 1}/{num_rows}")
-                row = self._row(i)
-                if row[0].requires_grad:
-                    torch.autograd.backward(row, [g[i] for g in grads])
-        finally:
-            if set_attention is not None:
-                set_attention(before)
-        return {"loss": loss.detach(), "log_probs": values.detach(), "entropy": entropy.detach()}
-
-    def _begin(self) -> None:
-        for parameter in self.named.values():
-            parameter.grad = None
-
-    def _grid(self, values: Any) -> torch.Tensor:
-        if isinstance(values, torch.Tensor):
-            return values
-        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
-
-    def _row(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropy of one row at its columns of the response grid, by torch alone."""
-        ids, columns = self.rows.input_ids[i], self.rows.columns[i].to(self.rows.in_loss.device)
-        logits = _logits(self.replicated_forward(self.model, ids, self.rows.position_ids[i]))[0]
-        begin = ids.shape[1] - columns.numel()
-        logits = logits[begin - 1 : ids.shape[1] - 1].to(torch.promote_types(logits.dtype, torch.float32))
-        log_p = torch.log_softmax(logits / self.temperature, -1)
-        values = log_p.gather(1, ids[0, begin:, None])[:, 0]
-        entropy = -(log_p.exp() * log_p.where(log_p > -torch.inf, 0)).sum(-1)
-        trained = self.rows.in_loss[i]
-        empty = log_p.new_zeros(trained.shape)
-        return tuple(empty.index_copy(0, columns, x).where(trained, 0) for x in (values, entropy))  # type: ignore[return-value]
-
-
 def _gradients(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
     return {f"grad {name}": torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
 
 
-def _errors(found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+def _errors(
+    found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[float, float]]:
     """Per quantity max |x - reference| and ||x - reference||, in fp64."""
     errors = {}
     for name, true in reference.items():
         difference = found[name].to(true.device, torch.float64) - true
-        errors[name] = (float(difference.abs().max()) if difference.numel() else 0.0, float(difference.norm()))
+        errors[name] = (
+            float(difference.abs().max()) if difference.numel() else 0.0,
+            float(difference.norm()),
+        )
     return errors
 
 
 def _scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """What an error of a quantity is relative to: its norm, unless that is small for its kind (sums that cancel)."""
+    """What an error of a quantity is relative to: its norm, unless that is small for its kind (sums that
+    cancel).
+    """
     norms = {name: float(true.norm()) for name, true in reference.items()}
     gradient = sum(norm**2 for name, norm in norms.items() if name.startswith("grad ")) ** 0.5
-    nats = max(int((reference["log_probs"] != 0).sum()), 1) ** 0.5  # of 1 nat per token: entropies may be almost 0
+    # Of 1 nat per token: entropies may be almost 0.
+    nats = max(int((reference["log_probs"] != 0).sum()), 1) ** 0.5
     floors = {"loss": norms["log_probs"] / nats, "log_probs": FLOOR * nats, "entropy": nats}
     return {name: max(norm, floors.get(name, FLOOR * gradient), 1e-300) for name, norm in norms.items()}
 
@@ -301,25 +196,29 @@ def _scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def _noise(low: Mapping[str, tuple[float, float]], scales: Mapping[str, float]) -> dict[str, float]:
     """Relative error of the replicated step: of each quantity, or of its kind where that is larger.
 
-    One number, or a few, can be exact by luck; the kind (loss, log-probs and entropy, or all gradients) tells what rounding
-    does to this model.
+    One number, or a few, can be exact by luck; the kind (loss, log-probs and entropy, or all gradients) tells
+    what rounding does to this model.
     """
     relative = {name: error / scales[name] for name, (_, error) in low.items()}
     values = [name for name in low if not name.startswith("grad ")]
     gradients = [name for name in low if name.startswith("grad ")]
     kinds = dict.fromkeys(values, max(relative[name] for name in values))
-    squares = [sum(x**2 for x in column) for column in zip(*((low[n][1], scales[n]) for n in gradients), strict=True)]
+    squares = [
+        sum(x**2 for x in column) for column in zip(*((low[n][1], scales[n]) for n in gradients), strict=True)
+    ]
     kinds |= dict.fromkeys(gradients, (squares[0] / squares[1]) ** 0.5)
     return {name: max(relative[name], kinds[name]) for name in low}
 
 
-def _compare(steps: _Steps) -> CheckResult:
+def _compare(steps: Steps) -> CheckResult:
     own = next(iter(steps.named.values())).dtype
     notes: list[str] = []
     rows: list[CheckRow] = []
     seconds: dict[str, float] = {}
 
-    def timed(name: str, step: Callable[[str], dict[str, torch.Tensor]], precision: str) -> dict[str, torch.Tensor]:
+    def timed(
+        name: str, step: Callable[[str], dict[str, torch.Tensor]], precision: str
+    ) -> dict[str, torch.Tensor]:
         begin = time.perf_counter()
         found = step(precision) | _gradients(steps.named)
         seconds[f"{name} {precision}"] = time.perf_counter() - begin
@@ -338,6 +237,10 @@ def _compare(steps: _Steps) -> CheckResult:
                 continue
             reference = {key: value.detach().to(torch.float64, copy=True) for key, value in found.items()}
             del found
+            if not any(true.any() for key, true in reference.items() if key.startswith("grad ")):
+                raise ValueError(
+                    "loss must have a gradient, got 0 for every parameter in the replicated step"
+                )
             if high != torch.float64:
                 break
             try:
@@ -356,8 +259,10 @@ def _compare(steps: _Steps) -> CheckResult:
         name, scales = str(own).removeprefix("torch."), _scales(reference)
         noise = _noise(_errors(timed("replicated", steps.run_replicated, name), reference), scales)
         errors = _errors(timed("packed", steps.run_packed, name), reference)
-        for key, (max_abs, error) in errors.items():
+        for key, (max_abs, norm) in errors.items():
             tolerance = 2 * noise[key] + torch.finfo(own).eps
-            rows.append(CheckRow(key, name, max_abs, error / scales[key], tolerance))
+            rows.append(CheckRow(key, name, max_abs, norm / scales[key], tolerance))
     packed = steps.packed
-    return CheckResult(tuple(rows), tuple(notes), packed.num_packed_tokens, packed.num_replicated_tokens, seconds)
+    return CheckResult(
+        tuple(rows), tuple(notes), packed.num_packed_tokens, packed.num_replicated_tokens, seconds
+    )

@@ -1,8 +1,9 @@
-"""Which rows of a batch may share their prompt: equality of content, found by a hash and confirmed by comparison.
+"""Which rows of a batch may share their prompt: equality of content, found by a hash and confirmed by
+comparison.
 
-Rows share when their prompts' tokens (and, where given, position ids) and the caller's keys are equal; names and order of
-rows never matter. With `longest_common_prefix` rows that share only a prefix are grouped too, at the least number of stored
-tokens that one level of sharing can reach.
+Rows share when their prompts' tokens (and, where given, position ids) and the caller's keys are equal; names
+and order of rows never matter. With `longest_common_prefix` rows that share only a prefix are grouped too, at
+the least number of stored tokens that one level of sharing can reach.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 
 
 class PromptGroups(NamedTuple):
-    """`rows[g]`: the rows of group g in the caller's order. `prefix_lens[g]`: tokens that they share, at least 1."""
+    """`rows[g]`: the rows of group g in the caller's order. `prefix_lens[g]`: tokens that they share, at
+    least 1.
+    """
 
     rows: list[list[int]]
     prefix_lens: list[int]
@@ -66,13 +69,14 @@ def group_by_prompt(
 ) -> PromptGroups:
     """Groups rows by the content of their prompts.
 
-    `ids` is (num_rows, width) integers or a list of rows; the prompt is the first `prompt_lens[i]` tokens of a row, or the
-    tokens under `attention_mask` (num_rows, width), padding and holes left out. Rows share only where `keys[i]` (LoRA
-    adapter, fingerprint of the images, pair id, ...) are equal too. Groups stand in the order of their first row.
+    `ids` is (num_rows, width) integers or a list of rows; the prompt is the first `prompt_lens[i]` tokens of
+    a row, or the tokens under `attention_mask` (num_rows, width), padding and holes left out. Rows share only
+    where `keys[i]` (LoRA adapter, fingerprint of the images, pair id, ...) are equal too. Groups stand in the
+    order of their first row.
 
-    `longest_common_prefix=True` also groups prompts that differ at the end (pairs for DPO, tokens merged across the
-    prompt's end), choosing the grouping that stores the fewest tokens with `boundary`. Ids on a GPU are copied to the host
-    once, which waits for the GPU.
+    `longest_common_prefix=True` also groups prompts that differ at the end (pairs for DPO, tokens merged
+    across the prompt's end), choosing the grouping that stores the fewest tokens with `boundary`. Ids on a
+    GPU are copied to the host once, which waits for the GPU.
     """
     if isinstance(ids, torch.Tensor):
         if ids.dim() != 2:
@@ -157,7 +161,9 @@ class _Node(NamedTuple):
 
 
 def _prefix_tree(prompts: list[torch.Tensor]) -> tuple[list[_Node], list[list[int]]]:
-    """Nodes of the tree of sorted, distinct prompts, parents first, and the children of each. Leaves are prompts."""
+    """Nodes of the tree of sorted, distinct prompts, parents first, and the children of each. Leaves are
+    prompts.
+    """
     adjacent = [_common_prefix(a, b) for a, b in itertools.pairwise(prompts)]
     nodes: list[_Node] = []
     children: list[list[int]] = []
@@ -181,9 +187,10 @@ def _merge_by_prefix(
 ) -> list[tuple[list[int], int]]:
     """Merges groups of equal prompts into the (rows, prefix length) that store the fewest tokens.
 
-    A group of n rows with prefix L saves (n - 1) * (L - fork) tokens. Optimal over the prefix tree: the rows below a node
-    either form a group there or stay open for one ancestor's group, where each saves that ancestor's L - fork and the
-    group costs L - fork once. `saved[v][a]`: the most that the subtree of v saves with its open rows counted at node a.
+    A group of n rows with prefix L saves (n - 1) * (L - fork) tokens. Optimal over the prefix tree: the rows
+    below a node either form a group there or stay open for one ancestor's group, where each saves that
+    ancestor's L - fork and the group costs L - fork once. `saved[v][a]`: the most that the subtree of v saves
+    with its open rows counted at node a.
     """
     order = sorted(groups, key=lambda group: prompts[group[0]].tolist())
     nodes, children = _prefix_tree([prompts[group[0]] for group in order])

@@ -1,33 +1,32 @@
-"""One packed batch of prompts and responses, described once: the rows of each segment and the keys that it sees.
+"""One packed batch of prompts and responses, described once: the rows of each segment, the keys that it sees.
 
-Rows of the pack are, group by group, the prompt's rows and then the rows of each of its responses; `segments` lists
-(q_begin, q_end, context_begin, context_end, k_begin, k_end) of every segment in absolute rows. Built from Python lengths
-once per micro-batch; attention, log-probs and adapters read its tensors and never the lengths again.
+Rows of the pack are, group by group, the prompt's rows and then the rows of each of its responses; `segments`
+lists (q_begin, q_end, context_begin, context_end, k_begin, k_end) of every segment in absolute rows. Built
+from Python lengths once per micro-batch; attention, log-probs and adapters read its tensors and never the
+lengths again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+
+from flash_attn.shared_prompt._tables import build_tables
 
 Boundary = Literal["fork", "shared"]
 _INT32_MAX = 2**31 - 1
 
 
 def _length(name: str, value: Any, minimum: int) -> int:
-    try:
-        length = (
-            value.__index__()
-        )  # ints, NumPy integers; a tensor on a GPU would synchronise, so tensors are refused
-    except (AttributeError, TypeError):
-        length = None
-    if length is None or isinstance(value, (bool, torch.Tensor)):
+    # Anything with an index (NumPy integers too), but no tensor: reading one from a GPU waits for it.
+    length = None if isinstance(value, (bool, torch.Tensor)) else getattr(value, "__index__", lambda: None)()
+    if length is None:
         raise TypeError(f"{name} must be a Python int, got {type(value).__name__} {value!r}")
     if length < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {length}")
-    return int(length)
+    return length
 
 
 def _check_sequence(name: str, value: Any) -> None:
@@ -38,13 +37,8 @@ def _check_sequence(name: str, value: Any) -> None:
 def _check_lengths(
     prompt_lens: Sequence[int], response_lens: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    for name, value in (("prompt_lens", prompt_lens), ("response_lens", response_lens)):
-        if (
-            isinstance(value, torch.Tensor)
-            or not hasattr(value, "__len__")
-            or isinstance(value, (str, bytes))
-        ):
-            raise TypeError(f"{name} must be a sequence of Python ints, got {type(value).__name__}")
+    _check_sequence("prompt_lens", prompt_lens)
+    _check_sequence("response_lens", response_lens)
     if len(prompt_lens) != len(response_lens):
         raise ValueError(
             f"response_lens must have one entry per prompt ({len(prompt_lens)}), got {len(response_lens)}"
@@ -52,82 +46,19 @@ def _check_lengths(
     prompts = tuple(_length(f"prompt_lens[{g}]", p, 1) for g, p in enumerate(prompt_lens))
     responses = []
     for g, lens in enumerate(response_lens):
-        if isinstance(lens, (torch.Tensor, str, bytes)) or not hasattr(lens, "__len__"):
-            raise TypeError(
-                f"response_lens[{g}] must be a sequence of Python ints, got {type(lens).__name__}"
-            )
+        _check_sequence(f"response_lens[{g}]", lens)
         if len(lens) == 0:
-            raise ValueError(
-                f"response_lens[{g}] must have at least one response (its length may be 0), got []"
-            )
+            raise ValueError(f"response_lens[{g}] must have at least one response (it may be empty), got []")
         responses.append(tuple(_length(f"response_lens[{g}][{i}]", r, 0) for i, r in enumerate(lens)))
     return prompts, tuple(responses)
 
 
-def _segment_rows(
-    prompt_lens: tuple[int, ...], response_lens: tuple[tuple[int, ...], ...], fork: int
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The segment table, and of each segment (group, first position, multiplicity, response length or -1)."""
-    table, facts, row = [], [], 0
-    for g, (prompt_len, lens) in enumerate(zip(prompt_lens, response_lens)):
-        context = (row, row + prompt_len - fork)
-        table.append((*context, *context, context[1], context[1]))
-        facts.append((g, 0, len(lens), -1))
-        row = context[1]
-        for response_len in lens:
-            end = row + fork + response_len
-            table.append((row, end, *context, row, end))
-            facts.append((g, prompt_len - fork, 1, response_len))
-            row = end
-    return table, facts
-
-
-def _pad(x: torch.Tensor, size: int, value: int = 0) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, size - x.numel()), value=value)
-
-
-def _build_tables(
-    prompt_lens: tuple[int, ...],
-    response_lens: tuple[tuple[int, ...], ...],
-    boundary: Boundary,
-    capacities: tuple[int, int] | None,
-) -> dict[str, torch.Tensor]:
-    """Every tensor of the layout, on the CPU, padded to (max_segments, max_total) where these are given."""
-    fork = int(boundary == "fork")
-    table, facts = _segment_rows(prompt_lens, response_lens, fork)
-    segments = torch.tensor(table, dtype=torch.int64).reshape(-1, 6)
-    facts_table = torch.tensor(facts, dtype=torch.int64).reshape(-1, 4)
-    group, first_position, multiplicity, response_len = facts_table.unbind(1)
-    q_begin, q_len = segments[:, 0], segments[:, 1] - segments[:, 0]
-    segment_of_row = torch.repeat_interleave(q_len)
-    rows = torch.arange(segment_of_row.numel())
-    total = rows.numel()
-
-    is_response = response_len >= 0
-    lens = response_len[is_response]
-    cu_responses = _pad(lens.cumsum(0).flip(0), lens.numel() + 1).flip(0)
-    response_of_token = torch.repeat_interleave(lens)
-    offset = torch.arange(response_of_token.numel()) - cu_responses[response_of_token]
-    response_index = q_begin[is_response][response_of_token] + fork + offset
-    # With the shared boundary the last row of the prompt predicts the first token of each of its responses.
-    prompt_last = segments[is_response, 3][response_of_token] - 1
-    pred_index = response_index - 1 if fork else torch.where(offset == 0, prompt_last, response_index - 1)
-
-    num_segments, num_rows, num_tokens, num_responses = len(table), total, offset.numel(), lens.numel()
-    if capacities is not None:
-        num_segments, num_rows = capacities
-        num_tokens, num_responses = num_rows, num_segments
-    segments = torch.cat([segments, torch.full((num_segments - len(table), 6), total)]).int()
-    return {
-        "segments": segments,
-        "cu_seqlens": _pad(segments[:, 0], num_segments + 1, total),
-        "position_ids": _pad(first_position[segment_of_row] + rows - q_begin[segment_of_row], num_rows),
-        "multiplicity": _pad(multiplicity[segment_of_row], num_rows),
-        "group_of_segment": _pad(group, num_segments, max(len(prompt_lens) - 1, 0)),
-        "pred_index": _pad(pred_index, num_tokens),
-        "response_index": _pad(response_index, num_tokens),
-        "cu_responses": _pad(cu_responses, num_responses + 1, offset.numel()),
-    }
+class _PlanArguments(NamedTuple):
+    head_dim: int
+    num_heads_k: int
+    dtype: torch.dtype
+    causal: bool
+    window_size: tuple[int, int]
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -139,25 +70,30 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class SharedPromptLayout:
     """Lengths, segments and index maps of one packed shared-prompt batch. Build with `from_lengths`.
 
-    Boundary `"fork"`: a group's context is prompt[0:P-1], and each of its segments is [last prompt token, R response
-    tokens]; every response token has its own predicting row. Boundary `"shared"`: the context is the whole prompt and
-    each segment the R response tokens; the prompt's last row predicts the first token of every response.
+    Boundary `"fork"`: a group's context is prompt[0:P-1], and each of its segments is [last prompt token, R
+    response tokens]; every response token has its own predicting row. Boundary `"shared"`: the context is the
+    whole prompt and each segment the R response tokens; the prompt's last row predicts the first token of
+    every response.
 
     Immutable except through `copy_`. Device tensors (T = num_rows, S = num_segments; int32 unless noted):
 
-    - `segments` (S, 6): q_begin, q_end, context_begin, context_end, k_begin, k_end; per group first the prompt's
-      segment (its keys are its context, k is empty), then one per response. `segments_host` is the same on the CPU.
+    - `segments` (S, 6): q_begin, q_end, context_begin, context_end, k_begin, k_end; per group first the
+      prompt's segment (its keys are its context, k is empty), then one per response. `segments_host` is the
+      same on the CPU.
     - `cu_seqlens` (S + 1,): rows of the segments.
-    - `position_ids` (T,) int64: logical positions; the prompt counts from 0, responses go on from the prompt's end.
-    - `multiplicity` (T,) int64: the rows of the replicated batch that a row stands for (N where shared, 1 elsewhere).
+    - `position_ids` (T,) int64: logical positions; the prompt counts from 0, responses go on from the
+      prompt's end.
+    - `multiplicity` (T,) int64: the rows of the replicated batch that a row stands for (N where shared, 1
+      elsewhere).
     - `group_of_segment` (S,) int64.
-    - `pred_index`, `response_index` (num_response_tokens,) int64: for each response token, in pack order, the row
-      whose logits predict it and the row that holds it. `cu_responses` (num_responses + 1,) int64 delimits them.
+    - `pred_index`, `response_index` (num_response_tokens,) int64: for each response token, in pack order, the
+      row whose logits predict it and the row that holds it. `cu_responses` (num_responses + 1,) int64
+      delimits them.
 
     `max_seqlen_q` is the longest segment, `max_seqlen_k` the most keys that a row sees, context included.
-    With capacities (`max_segments`, `max_total`) the tensors have these sizes for every batch: surplus segments are
-    empty, rows behind `total` have position 0 and multiplicity 0, index maps are (max_total,) with zeros behind
-    `num_response_tokens`, and `max_seqlen_q`, `max_seqlen_k` are `max_total`.
+    With capacities (`max_segments`, `max_total`) the tensors have these sizes for every batch: surplus
+    segments are empty, rows behind `total` have position 0 and multiplicity 0, index maps are (max_total,)
+    with zeros behind `num_response_tokens`, and `max_seqlen_q`, `max_seqlen_k` are `max_total`.
     """
 
     __slots__ = (
@@ -187,8 +123,8 @@ class SharedPromptLayout:
         "total",
     )  # fmt: skip
     _tensor_names = (
-        "segments", "cu_seqlens", "position_ids", "multiplicity", "group_of_segment", "pred_index", "response_index",
-        "cu_responses",
+        "segments", "cu_seqlens", "position_ids", "multiplicity", "group_of_segment", "pred_index",
+        "response_index", "cu_responses",
     )  # fmt: skip
 
     prompt_lens: tuple[int, ...]
@@ -213,7 +149,7 @@ class SharedPromptLayout:
     max_seqlen_q: int
     max_seqlen_k: int
     capacities: tuple[int, int] | None
-    _plans: dict[tuple[Any, ...], list[torch.Tensor]]
+    _plans: dict[tuple[_PlanArguments, str], list[torch.Tensor]]
 
     def __init__(self) -> None:
         raise TypeError("SharedPromptLayout must be built with SharedPromptLayout.from_lengths")
@@ -229,11 +165,13 @@ class SharedPromptLayout:
         max_segments: int | None = None,
         max_total: int | None = None,
     ) -> SharedPromptLayout:
-        """The layout of prompts of `prompt_lens[g]` >= 1 tokens with responses of `response_lens[g][i]` >= 0 tokens.
+        """The layout of prompts of `prompt_lens[g]` >= 1 tokens with responses of `response_lens[g][i]` >= 0
+        tokens.
 
-        Lengths are the caller's own, in tokens, the same for both boundaries. `max_segments` (prompts plus responses)
-        and `max_total` (rows) fix the sizes of all tensors, for `copy_`; give both or none. Raises TypeError for lengths
-        that are not Python ints, ValueError for lengths out of range and for batches that exceed a capacity.
+        Lengths are the caller's own, in tokens, the same for both boundaries. `max_segments` (prompts plus
+        responses) and `max_total` (rows) fix the sizes of all tensors, for `copy_`; give both or none. Raises
+        TypeError for lengths that are not Python ints, ValueError for lengths out of range and for batches
+        that exceed a capacity.
         """
         if boundary not in get_args(Boundary):
             raise ValueError(f'boundary must be "fork" or "shared", got {boundary!r}')
@@ -271,12 +209,16 @@ class SharedPromptLayout:
         if total > _INT32_MAX:
             raise ValueError(f"total must be below 2**31 rows, got {total}")
         if capacities is not None:
-            for name, need, have in zip(("max_segments", "max_total"), (num_segments, total), capacities):
+            for name, need, have in zip(
+                ("max_segments", "max_total"), (num_segments, total), capacities, strict=True
+            ):
                 if need > have:
                     raise ValueError(f"{name} must hold the batch: it needs {need}, got {name}={have}")
-        tables = _build_tables(prompt_lens, response_lens, boundary, capacities)
-        longest_q = [max(p - fork, fork + max(lens)) for p, lens in zip(prompt_lens, response_lens)]
-        longest_k = [p + max(lens) for p, lens in zip(prompt_lens, response_lens)]
+        tables = build_tables(prompt_lens, response_lens, boundary, capacities)
+        longest_q = [
+            max(p - fork, fork + max(lens)) for p, lens in zip(prompt_lens, response_lens, strict=True)
+        ]
+        longest_k = [p + max(lens) for p, lens in zip(prompt_lens, response_lens, strict=True)]
         self._set(
             prompt_lens=prompt_lens,
             response_lens=response_lens,
@@ -303,7 +245,9 @@ class SharedPromptLayout:
         raise AttributeError(f"SharedPromptLayout is immutable, cannot delete {name!r}")
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = True) -> SharedPromptLayout:
-        """This layout with its tensors on `device`: itself when already there, else a copy without cached plans."""
+        """This layout with its tensors on `device`: itself when already there, else a copy without cached
+        plans.
+        """
         target = torch.empty(0, device=device).device  # gives "cuda" its index
         if target == self.device:
             return self
@@ -321,10 +265,11 @@ class SharedPromptLayout:
         return layout
 
     def copy_(self, other: SharedPromptLayout) -> SharedPromptLayout:
-        """Takes over `other`'s lengths in place: the tensors, and the plans built so far, keep their addresses.
+        """Takes over `other`'s lengths in place: the tensors, and the plans built so far, keep their
+        addresses.
 
-        For CUDA graphs: shapes depend on this layout's capacities only. `other` may live on any device and have any
-        capacities, but the same boundary. Nothing is changed when an error is raised.
+        For CUDA graphs: shapes depend on this layout's capacities only. `other` may live on any device and
+        have any capacities, but the same boundary. Nothing is changed when an error is raised.
         """
         if not isinstance(other, SharedPromptLayout):
             raise TypeError(f"other must be a SharedPromptLayout, got {type(other).__name__}")
@@ -350,8 +295,8 @@ class SharedPromptLayout:
             "total",
         ):
             self._set(**{name: getattr(source, name)})
-        for key, tensors in self._plans.items():
-            for old, new in zip(tensors, self._build_plan(*key[:5]), strict=True):
+        for (arguments, _), tensors in self._plans.items():
+            for old, new in zip(tensors, self._build_plan(arguments), strict=True):
                 old.copy_(new)
         return self
 
@@ -364,26 +309,24 @@ class SharedPromptLayout:
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
     ) -> list[torch.Tensor]:
-        """The attention ops' `plan` for this layout: built on first use, then cached. Empty unless the CUDA library runs.
+        """The attention ops' `plan` for this layout: built on first use, then cached. Empty unless the CUDA
+        library runs.
 
         Layers of different head dim or window (Gemma) each have their own. No device synchronisation.
         """
         from flash_attn import backend
 
         window = (int(window_size[0]), int(window_size[1]))
-        key = (head_dim, dtype, bool(causal), window, backend(self.device))
+        arguments = _PlanArguments(head_dim, num_heads_k, dtype, bool(causal), window)
+        key = (arguments, backend(self.device))
         if key not in self._plans:
-            self._plans[key] = self._build_plan(*key[:5])
+            self._plans[key] = self._build_plan(arguments)
         return self._plans[key]
 
-    def _build_plan(
-        self, head_dim: int, num_heads_k: int, dtype: torch.dtype, causal: bool, window_size: tuple[int, int]
-    ) -> list[torch.Tensor]:
+    def _build_plan(self, arguments: _PlanArguments) -> list[torch.Tensor]:
         from flash_attn._ops import plan_for
 
-        return plan_for(
-            self, head_dim=head_dim, num_heads_k=num_heads_k, dtype=dtype, causal=causal, window_size=window_size
-        )
+        return plan_for(self, **arguments._asdict())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt from lengths: a copy owns its tensors, because copy_ may change the original's.
@@ -402,8 +345,8 @@ class SharedPromptLayout:
         responses = self.response_lens if self.num_responses <= 32 else f"<{self.num_responses} responses>"
         prompts = self.prompt_lens if self.num_groups <= 32 else f"<{self.num_groups} prompts>"
         return (
-            f"SharedPromptLayout(prompt_lens={prompts}, response_lens={responses}, boundary={self.boundary!r}, "
-            f"total={self.total}, device={str(self.device)!r}{capacities})"
+            f"SharedPromptLayout(prompt_lens={prompts}, response_lens={responses}, "
+            f"boundary={self.boundary!r}, total={self.total}, device={str(self.device)!r}{capacities})"
         )
 
 

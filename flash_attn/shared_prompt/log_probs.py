@@ -1,18 +1,20 @@
-"""Log-probabilities and entropies of response tokens straight from hidden states, without the (tokens, vocabulary) logits.
+"""Log-probabilities and entropies of response tokens straight from hidden states, without the (tokens,
+vocabulary) logits.
 
-z = softcap(hidden W^T + b) / temperature,  log_prob = z[label] - lse(z),  entropy = lse(z) - sum softmax(z) z.
-Rows and vocabulary are walked in tiles, forward (online log-sum-exp) and backward (tiles recomputed from the saved one);
-nothing of the size of the logits is kept. Reads a `PackedBatch`'s maps; the last step of a packed forward.
+z = softcap(hidden W^T + b) / temperature,  log_prob = z[label] - lse(z),  entropy = lse(z) - sum softmax(z)
+z. Rows and vocabulary are walked in tiles, forward (online log-sum-exp) and backward (tiles recomputed from
+the saved one); nothing of the size of the logits is kept. Reads a `PackedBatch`'s maps; the last step of a
+packed forward.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn.shared_prompt._log_probs_checks import check_options, check_tensors, check_values
 from flash_attn.shared_prompt.packing import IGNORE_INDEX, PackedBatch
 
 MAX_TILE_ROWS = 8192
@@ -22,7 +24,9 @@ _LOWEST = -1e30
 
 
 class LogProbs(NamedTuple):
-    """fp32 (fp64 for fp64 inputs), both in the shape of the labels; `entropy` is None where it was not asked for."""
+    """fp32 (fp64 for fp64 inputs), both in the shape of the labels; `entropy` is None where it was not asked
+    for.
+    """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None
@@ -41,31 +45,33 @@ def log_probs(
     compute_entropy: bool = True,
     tile_elements: int = TILE_ELEMENTS,
 ) -> LogProbs:
-    """Log-probability and entropy at every label, in memory of one tile of logits beside the gradients themselves.
+    """Log-probability and entropy at every label, in memory of one tile of logits beside the gradients
+    themselves.
 
-    `hidden` (T, hidden_size) or (1, T, hidden_size) with the LM head's `weight` (vocab_size, hidden_size) and `bias`
-    (vocab_size,), or without `weight` the logits themselves (T, vocab_size). `labels` is a `PackedBatch` (every response
-    token, first ones included, both boundaries: results (n,) in the order of its labels, for `unpack_responses`), or an
-    int64 tensor: (T,) or (1, T), the label that each row predicts, or with `pred_index` (n,) the label that row
-    `pred_index[j]` predicts (rows may repeat; gradients of repeated hidden rows add up in fp32).
+    `hidden` (T, hidden_size) or (1, T, hidden_size) with the LM head's `weight` (vocab_size, hidden_size) and
+    `bias` (vocab_size,), or without `weight` the logits themselves (T, vocab_size). `labels` is a
+    `PackedBatch` (every response token, first ones included, both boundaries: results (n,) in the order of
+    its labels, for `unpack_responses`), or an int64 tensor: (T,) or (1, T), the label that each row predicts,
+    or with `pred_index` (n,) the label that row `pred_index[j]` predicts (rows may repeat; gradients of
+    repeated hidden rows add up in fp32).
 
-    `temperature` > 0, a number or one per label; `softcap` is the model's final logit softcap (applied before the
-    temperature). Nothing is changed in place. bf16 and fp16 logits are cast to fp32 before anything else happens. Labels
-    equal to `ignore_index` give exactly 0 and no gradient. Logits of -inf have probability 0.
+    `temperature` > 0, a number or one per label; `softcap` is the model's final logit softcap (applied before
+    the temperature). Nothing is changed in place. bf16 and fp16 logits are cast to fp32 before anything else
+    happens. Labels equal to `ignore_index` give exactly 0 and no gradient. Logits of -inf have probability 0.
 
-    Label values are checked on the CPU; on a GPU (no host sync, unless FLASH_ATTN_CHECK=1) a wrong label gives NaN.
-    Gradients of both results flow to `hidden`, `weight` and `bias`, whichever require them.
+    Label values are checked on the CPU; on a GPU (no host sync, unless FLASH_ATTN_CHECK=1) a wrong label
+    gives NaN. Gradients of both results flow to `hidden`, `weight` and `bias`, whichever require them.
     """
     unique = False
     if isinstance(labels, PackedBatch):
         if pred_index is not None:
             raise ValueError("pred_index must not be given with a PackedBatch, which has its own")
-        unique = labels.layout.boundary == "fork"
-        labels, pred_index = labels.labels, labels.pred_index
-    rows = _check_tensors(hidden, labels, weight, bias, pred_index)
+        packed, unique = labels, labels.layout.boundary == "fork"
+        labels, pred_index = packed.labels, packed.pred_index
+    rows = check_tensors(hidden, labels, weight, bias, pred_index)
     vocab_size = rows.shape[1] if weight is None else weight.shape[0]
-    _check_options(labels, temperature, softcap, tile_elements)
-    _check_values(labels, pred_index, vocab_size, rows.shape[0], ignore_index)
+    check_options(labels, temperature, softcap, tile_elements)
+    check_values(labels, pred_index, vocab_size, rows.shape[0], ignore_index)
     if torch.is_autocast_enabled(rows.device.type) and weight is not None and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -75,87 +81,6 @@ def log_probs(
     with torch.autocast(rows.device.type, enabled=False):
         values, entropy = _LogProbs.apply(rows, weight, bias, flat, pred_index, scale, options)
     return LogProbs(values.view(labels.shape), entropy.view(labels.shape) if compute_entropy else None)
-
-
-def _check_tensors(
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    pred_index: torch.Tensor | None,
-) -> torch.Tensor:
-    """Raises for wrong shapes, dtypes and devices; `hidden` as (T, size)."""
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if hasattr(tensor, "full_tensor"):
-            raise NotImplementedError(f"{name} must be a plain tensor, got DTensor: pass {name}.full_tensor()")
-    if hidden.dim() not in (2, 3) or (hidden.dim() == 3 and hidden.shape[0] != 1):
-        raise ValueError(f"hidden must be (num_rows, size) or (1, num_rows, size), got {list(hidden.shape)}")
-    if not hidden.is_floating_point():
-        raise TypeError(f"hidden must be floating point, got {hidden.dtype}")
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    if weight is None and bias is not None:
-        raise ValueError("bias must come with weight, got weight=None")
-    if weight is not None:
-        if weight.dim() != 2 or weight.shape[1] != rows.shape[1]:
-            raise ValueError(f"weight must be (vocab_size, {rows.shape[1]}), got {list(weight.shape)}")
-        if torch.promote_types(weight.dtype, rows.dtype) != weight.dtype:
-            raise TypeError(f"weight must be {rows.dtype} like hidden, or wider, got {weight.dtype}")
-        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
-            raise ValueError(
-                f"bias must be ({weight.shape[0]},) {weight.dtype}, got {list(bias.shape)} {bias.dtype}"
-            )
-    if pred_index is not None and (pred_index.dim() != 1 or pred_index.dtype != torch.int64):
-        raise ValueError(f"pred_index must be (n,) int64, got {list(pred_index.shape)} {pred_index.dtype}")
-    if labels.dtype != torch.int64:
-        raise TypeError(f"labels must be int64, got {labels.dtype}")
-    expected = hidden.shape[:-1] if pred_index is None else pred_index.shape
-    if labels.shape != expected:
-        raise ValueError(f"labels must be {tuple(expected)}, got {list(labels.shape)}")
-    for name, tensor in (("labels", labels), ("weight", weight), ("bias", bias), ("pred_index", pred_index)):
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name} must be on {hidden.device} like hidden, got {tensor.device}")
-    return rows
-
-
-def _check_options(
-    labels: torch.Tensor, temperature: float | torch.Tensor, softcap: float | None, tile_elements: int
-) -> None:
-    if isinstance(temperature, torch.Tensor):
-        if temperature.numel() != labels.numel() or temperature.device != labels.device:
-            raise ValueError(
-                f"temperature must be a number or one per label {tuple(labels.shape)} on {labels.device}, "
-                f"got {list(temperature.shape)} on {temperature.device}"
-            )
-        if _may_read(temperature) and not (temperature > 0).all():
-            raise ValueError(f"temperature must be > 0, got {temperature[~(temperature > 0)][0].item()}")
-    elif not temperature > 0:
-        raise ValueError(f"temperature must be > 0, got {temperature}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be > 0 or None, got {softcap}")
-    if tile_elements < 1:
-        raise ValueError(f"tile_elements must be at least 1, got {tile_elements}")
-
-
-def _may_read(tensor: torch.Tensor) -> bool:
-    """Whether looking at values costs no wait for a GPU (or was asked for) and no graph break."""
-    if torch.compiler.is_compiling() or tensor.is_meta:
-        return False
-    return tensor.device.type == "cpu" or os.environ.get("FLASH_ATTN_CHECK") == "1"
-
-
-def _check_values(
-    labels: torch.Tensor, pred_index: torch.Tensor | None, vocab_size: int, num_rows: int, ignore_index: int
-) -> None:
-    if _may_read(labels):
-        wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
-        if wrong.any():
-            raise ValueError(
-                f"labels must be in [0, {vocab_size}) or {ignore_index}, got {labels[wrong].flatten()[0].item()}"
-            )
-    if pred_index is not None and _may_read(pred_index):
-        wrong = (pred_index < 0) | (pred_index >= num_rows)
-        if wrong.any():
-            raise ValueError(f"pred_index must be in [0, {num_rows}), got {pred_index[wrong][0].item()}")
 
 
 class _Tiles:
@@ -171,7 +96,13 @@ class _Tiles:
         temperature: float | torch.Tensor,
         options: tuple[Any, ...],
     ) -> None:
-        self.rows, self.weight, self.bias, self.labels, self.pred_index = rows, weight, bias, labels, pred_index
+        self.rows, self.weight, self.bias, self.labels, self.pred_index = (
+            rows,
+            weight,
+            bias,
+            labels,
+            pred_index,
+        )
         self.temperature = temperature
         self.tempered = isinstance(temperature, torch.Tensor) or temperature != 1.0
         self.softcap, self.ignore_index, _, tile_elements, self.unique = options
@@ -193,9 +124,13 @@ class _Tiles:
         return self.labels[block] == self.ignore_index
 
     def gather(self, block: slice) -> torch.Tensor:
-        """Hidden rows of a block in the head's dtype; 0 for ignored labels, so that junk there reaches no gradient."""
+        """Hidden rows of a block in the head's dtype; 0 for ignored labels, so that junk there reaches no
+        gradient.
+        """
         assert self.weight is not None
-        rows = self.rows[block] if self.pred_index is None else self.rows.index_select(0, self.pred_index[block])
+        rows = (
+            self.rows[block] if self.pred_index is None else self.rows.index_select(0, self.pred_index[block])
+        )
         return rows.to(self.weight.dtype).masked_fill(self.ignored(block)[:, None], 0)
 
     def raw(self, block: slice, columns: slice, gathered: torch.Tensor | None) -> torch.Tensor:
@@ -231,13 +166,17 @@ class _Tiles:
 def _forward_block(tiles: _Tiles, block: slice, with_entropy: bool) -> tuple[torch.Tensor, ...]:
     """Of one block of rows: log-probs, largest z, log-sum-exp relative to it, entropy.
 
-    Sums are relative to the running maximum, and the parts of the log-sum-exp stay apart: their sum would round off what
-    logits of 100 have behind the fifth decimal.
+    Sums are relative to the running maximum, and the parts of the log-sum-exp stay apart: their sum would
+    round off what logits of 100 have behind the fifth decimal.
     """
     gathered = None if tiles.weight is None else tiles.gather(block)
     size = block.stop - block.start
     maximum = torch.full((size, 1), _LOWEST, dtype=tiles.dtype, device=tiles.rows.device)
-    total, weighted, at_label = torch.zeros_like(maximum), torch.zeros_like(maximum), torch.zeros_like(maximum)
+    total, weighted, at_label = (
+        torch.zeros_like(maximum),
+        torch.zeros_like(maximum),
+        torch.zeros_like(maximum),
+    )
     for columns in tiles.column_blocks():
         z = tiles.tile(block, columns, gathered)
         column, inside = tiles.label_columns(block, columns)
@@ -248,7 +187,9 @@ def _forward_block(tiles: _Tiles, block: slice, with_entropy: bool) -> tuple[tor
         z.sub_(new_maximum)
         exponentials = z.exp()
         if with_entropy:
-            weighted = scale * (weighted + total * (maximum - new_maximum)) + z.mul_(exponentials).sum(1, keepdim=True)
+            weighted = scale * (weighted + total * (maximum - new_maximum)) + z.mul_(exponentials).sum(
+                1, keepdim=True
+            )
         total = scale * total + exponentials.sum(1, keepdim=True)
         maximum = new_maximum
     log_total = total.log()
@@ -323,7 +264,10 @@ class _LogProbs(torch.autograd.Function):
         if grad is None and grad_entropy is None:
             return (None,) * 7
         ignored = labels == tiles.ignore_index
-        grads = tuple(None if g is None else g.to(tiles.dtype).masked_fill(ignored, 0) for g in (grad, grad_entropy))
+        grad, grad_entropy = (
+            None if g is None else g.to(tiles.dtype).masked_fill(ignored, 0) for g in (grad, grad_entropy)
+        )
+        grads = (grad, grad_entropy)
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if weight is None:
             return _logits_gradient(tiles, saved, grads), *(None,) * 6

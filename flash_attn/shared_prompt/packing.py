@@ -1,16 +1,16 @@
 """From the caller's rows (prompt, response) to one pack in which each group's prompt stands once, and back.
 
-The caller's *grid* is (num_rows, width): the prompts' columns, then the responses' columns. A pack row holds one token of
-the grid; a shared prompt token stands for that of every row of its group. All maps are index tensors, so `unpack` is a
-gather: differentiable, and in the caller's row order. `pack` reads ids, masks and lengths on the host: for tensors on a
-GPU that is one copy and the only wait for it.
+The caller's *grid* is (num_rows, width): the prompts' columns, then the responses' columns. A pack row holds
+one token of the grid; a shared prompt token stands for that of every row of its group. All maps are index
+tensors, so `unpack` is a gather: differentiable, and in the caller's row order. `pack` reads ids, masks and
+lengths on the host: for tensors on a GPU that is one copy and the only wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,17 +25,19 @@ Rows = torch.Tensor | Sequence[Sequence[int] | torch.Tensor]
 class PackedBatch:
     """A packed micro-batch. T = layout.num_rows pack rows, n = response tokens, (B, W) = the caller's grid.
 
-    - `input_ids` (1, T), `position_ids` (1, T) or (K, 1, T): what the model is called with, together with `layout`.
-    - `labels` (n,): the response tokens in pack order, -100 where `loss_mask` is 0. `pred_index` (n,): the pack row
-      whose output predicts each of them.
-    - `packed_to_grid` (T,): flat index into the grid of the token that a pack row holds (of the group's first row where
-      shared).
+    - `input_ids` (1, T), `position_ids` (1, T) or (K, 1, T): what the model is called with, together with
+      `layout`.
+    - `labels` (n,): the response tokens in pack order, -100 where `loss_mask` is 0. `pred_index` (n,): the
+      pack row whose output predicts each of them.
+    - `packed_to_grid` (T,): flat index into the grid of the token that a pack row holds (of the group's first
+      row where shared).
     - `grid_to_packed` (B, W): pack row of each of the caller's tokens, -1 where masked. `grid_to_response`
       (B, response width): index into `labels` of each response token, -1 where masked.
-    - `rows`: per group the caller's rows. `row_lens`: per caller row (prompt, response) tokens, masked ones left out.
+    - `rows`: per group the caller's rows. `row_lens`: per caller row (prompt, response) tokens, masked ones
+      left out.
 
-    All indices are int64. With capacities all (T,) and (n,) tensors are (max_total,): ids, positions and indices 0 and
-    labels -100 behind the batch's own.
+    All indices are int64. With capacities all (T,) and (n,) tensors are (max_total,): ids, positions and
+    indices 0 and labels -100 behind the batch's own.
     """
 
     input_ids: torch.Tensor
@@ -68,15 +70,16 @@ class PackedBatch:
 
     @property
     def shift_labels(self) -> torch.Tensor:
-        """(1, T): the token that each pack row must predict, -100 where none: for fused LM heads. Only boundary "fork".
+        """(1, T): the token that each pack row must predict, -100 where none: for fused LM heads. Only
+        boundary "fork".
 
-        With `loss_on_prompt` the prompt's tokens are labels too, each stored token once; weigh their loss with
-        `layout.multiplicity` to count them once per response, as the replicated batch does.
+        With `loss_on_prompt` the prompt's tokens are labels too, each stored token once; weigh their loss
+        with `layout.multiplicity` to count them once per response, as the replicated batch does.
         """
         if self.layout.boundary != "fork":
             raise ValueError(
-                'shift_labels must be read with boundary "fork", got "shared", where the last row of a prompt predicts '
-                "many tokens: use labels and pred_index"
+                'shift_labels must be read with boundary "fork", got "shared", where a prompt\'s last row '
+                "predicts many tokens: use labels and pred_index"
             )
         return self.row_labels[None]
 
@@ -84,12 +87,18 @@ class PackedBatch:
         """The same batch with every tensor on `device`."""
         layout = self.layout.to(device)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {k: move(v, layout.device) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        moved: dict[str, Any] = {
+            name: move(value, layout.device)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
         return replace(self, layout=layout, **moved)
 
 
 class _Tokens(NamedTuple):
-    """The kept tokens of the grid, row by row: what is left of the caller's batch once masked positions are gone."""
+    """The kept tokens of the grid, row by row: what is left of the caller's batch once masked positions are
+    gone.
+    """
 
     ids: torch.Tensor  # (num_tokens,)
     positions: torch.Tensor | None  # (num_tokens, K)
@@ -112,7 +121,9 @@ def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _ids_and_mask(
     name: str, rows: Rows, mask_name: str, mask: Rows | None, given: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids (B, width), the mask of attended tokens, and the mask of tokens that exist (all but a list's own padding)."""
+    """Ids (B, width), the mask of attended tokens, and the mask of tokens that exist (all but a list's own
+    padding).
+    """
     if isinstance(rows, torch.Tensor):
         ids, exists = given[name].long(), torch.ones(rows.shape, dtype=torch.bool)
         kept = exists if mask is None else check_mask(mask_name, given[mask_name], ids)
@@ -120,6 +131,7 @@ def _ids_and_mask(
         ids, exists = pad_rows(name, rows)
         kept = exists
         if mask is not None:
+            assert not isinstance(mask, torch.Tensor)
             flags, flags_exist = pad_rows(mask_name, mask)
             if flags.shape != ids.shape or not torch.equal(flags_exist, exists):
                 raise ValueError(
@@ -149,7 +161,8 @@ def _positions(position_ids: Rows, given: dict[str, torch.Tensor], exists: torch
     flat, there = pad_rows("position_ids", position_ids)
     if there.sum(1).tolist() != exists.sum(1).tolist():
         raise ValueError(
-            f"position_ids must have one id per token of each row {exists.sum(1).tolist()}, got {there.sum(1).tolist()}"
+            f"position_ids must have one id per token of each row {exists.sum(1).tolist()}, "
+            f"got {there.sum(1).tolist()}"
         )
     positions = torch.zeros(shape, dtype=torch.int64)
     positions[exists] = flat[there]
@@ -180,21 +193,27 @@ def pack(
 ) -> PackedBatch:
     """Packs rows so that prompts of equal content are stored once. See `PackedBatch` for the result.
 
-    `prompts` and `responses` are integer tensors (B, prompt width) and (B, response width), padded anywhere as their
-    masks say, or lists of B rows of ids. Masks (same shapes; 1 = attended) may have holes: masked tokens are removed, and
-    `unpack` puts the fill value there. `loss_mask` (like `responses`): 0 for tokens that are attended but not trained on
-    (tool output). Ids under the masks are ordinary tokens, pad and EOS ids included.
+    `prompts` and `responses` are integer tensors (B, prompt width) and (B, response width), padded anywhere
+    as their masks say, or lists of B rows of ids. Masks (same shapes; 1 = attended) may have holes: masked
+    tokens are removed, and `unpack` puts the fill value there. `loss_mask` (like `responses`): 0 for tokens
+    that are attended but not trained on (tool output). Ids under the masks are ordinary tokens, pad and EOS
+    ids included.
 
-    `position_ids` (B, W) or (K, B, W), or lists of one id per token: the caller's, otherwise positions count the kept
-    tokens of a row from 0. Rows share a prompt when its tokens, its position ids and `keys[i]` (LoRA adapter, images,
-    pair, ...) are equal; `keys=range(B)` shares nothing. `longest_common_prefix`: see `group_by_prompt`; the rest of a
-    prompt then lies in its row's own segment and is not trained on. `max_segments`, `max_total`: capacities of the layout.
-    The result is on `device`, by default the device of `prompts`.
+    `position_ids` (B, W) or (K, B, W), or lists of one id per token: the caller's, otherwise positions count
+    the kept tokens of a row from 0. Rows share a prompt when its tokens, its position ids and `keys[i]` (LoRA
+    adapter, images, pair, ...) are equal; `keys=range(B)` shares nothing. `longest_common_prefix`: see
+    `group_by_prompt`; the rest of a prompt then lies in its row's own segment and is not trained on.
+    `max_segments`, `max_total`: capacities of the layout. The result is on `device`, by default the device of
+    `prompts`.
     """
     named = {
-        "prompts": prompts, "prompt_mask": prompt_mask, "responses": responses, "response_mask": response_mask,
-        "loss_mask": loss_mask, "position_ids": position_ids,
-    }  # fmt: skip
+        "prompts": prompts,
+        "prompt_mask": prompt_mask,
+        "responses": responses,
+        "response_mask": response_mask,
+        "loss_mask": loss_mask,
+        "position_ids": position_ids,
+    }
     _check_kinds(named)
     given = _to_host({name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
     prompt_ids, prompt_kept, prompt_exists = _ids_and_mask(
@@ -247,7 +266,7 @@ def pack(
     return packed.to(target)
 
 
-def _check_kinds(named: dict[str, Rows | None]) -> None:
+def _check_kinds(named: dict[str, Any]) -> None:
     """Tensors or lists throughout, with as many rows in each."""
     prompts, responses = named["prompts"], named["responses"]
     padded = isinstance(prompts, torch.Tensor)
@@ -279,7 +298,9 @@ def _assemble(
     in_loss: torch.Tensor | None,
     loss_on_prompt: bool,
 ) -> PackedBatch:
-    """Every map between kept tokens, pack rows and the grid. A kept token is (row r, offset t); its index is begin[r] + t."""
+    """Every map between kept tokens, pack rows and the grid. A kept token is (row r, offset t); its index is
+    begin[r] + t.
+    """
     fork = int(layout.boundary == "fork")
     order = torch.tensor([r for rows in groups.rows for r in rows], dtype=torch.int64)
     group_of = torch.repeat_interleave(torch.tensor([len(rows) for rows in groups.rows], dtype=torch.int64))
@@ -346,93 +367,3 @@ def _assemble(
         row_labels=row_labels,
         list_lens=None,
     )
-
-
-def _gather_grid(values: torch.Tensor, index: torch.Tensor, fill: float) -> torch.Tensor:
-    if values.shape[0] == 0:
-        return values.new_full((*index.shape, *values.shape[1:]), fill)
-    grid = values.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *values.shape[1:])
-    return grid.where((index >= 0).view(*index.shape, *[1] * (values.dim() - 1)), fill)
-
-
-def _check_size(name: str, values: torch.Tensor, sizes: tuple[int, ...], what: str) -> None:
-    if tuple(values.shape[: len(sizes)]) != sizes:
-        raise ValueError(f"{name} must be ({what}, ...) = {sizes} first, got {list(values.shape)}")
-
-
-def unpack(
-    values: torch.Tensor, packed: PackedBatch, *, fill: float = 0.0
-) -> torch.Tensor | list[torch.Tensor]:
-    """Per-pack-row values (T, ...) at the caller's tokens: (B, W, ...), or for lists one (tokens of row, ...) per row.
-
-    `fill` stands at masked tokens. Rows of a group receive the same value at shared tokens; gradients add up there.
-    """
-    _check_size("values", values, (packed.layout.num_rows,), "num_rows")
-    grid = _gather_grid(values, packed.grid_to_packed, fill)
-    if packed.list_lens is None:
-        return grid
-    width = packed.grid_to_packed.shape[1] - packed.grid_to_response.shape[1]
-    return [
-        torch.cat([row[:p], row[width : width + r]])
-        for row, (p, r) in zip(grid, packed.list_lens, strict=True)
-    ]
-
-
-def unpack_responses(
-    values: torch.Tensor, packed: PackedBatch, *, fill: float = 0.0
-) -> torch.Tensor | list[torch.Tensor]:
-    """Per-response-token values (n, ...), as `log_probs` gives them: (B, response width, ...), or for lists one per row."""
-    _check_size("values", values, (packed.labels.shape[0],), "num_response_tokens")
-    grid = _gather_grid(values, packed.grid_to_response, fill)
-    if packed.list_lens is None:
-        return grid
-    return [row[:r] for row, (_, r) in zip(grid, packed.list_lens, strict=True)]
-
-
-def _as_grid(name: str, values: torch.Tensor | Sequence[torch.Tensor], lens: list[int]) -> torch.Tensor:
-    if isinstance(values, torch.Tensor):
-        return values
-    if [len(v) for v in values] != lens:
-        raise ValueError(
-            f"{name} must have one value per token of each row {lens}, got {[len(v) for v in values]}"
-        )
-    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(v) for v in values], batch_first=True)
-
-
-def pack_tokens(values: torch.Tensor | Sequence[torch.Tensor], packed: PackedBatch) -> torch.Tensor:
-    """Per-token values of the caller (B, W, ...), or lists, as (T, ...).
-
-    A shared row takes the value of its group's first row; rows behind `layout.total` that of the grid's first token.
-    """
-    shape = packed.grid_to_packed.shape
-    if packed.list_lens is not None:
-        lens = [p + r for p, r in packed.list_lens]
-        rows = _as_grid("values", values, lens)
-        width = shape[1] - packed.grid_to_response.shape[1]
-        columns = torch.zeros(shape, dtype=torch.int64)
-        for i, (p, r) in enumerate(packed.list_lens):
-            columns[i, :p], columns[i, width : width + r] = torch.arange(p), torch.arange(p, p + r)
-        columns = columns.to(rows.device)
-        values = rows[torch.arange(shape[0], device=rows.device)[:, None], columns]
-    assert isinstance(values, torch.Tensor)
-    _check_size("values", values, tuple(shape), "num_rows, width")
-    if shape.numel() == 0:
-        return values.new_zeros((packed.layout.num_rows, *values.shape[2:]))
-    return values.flatten(0, 1).index_select(0, packed.packed_to_grid)
-
-
-def pack_responses(values: torch.Tensor | Sequence[torch.Tensor], packed: PackedBatch) -> torch.Tensor:
-    """Per-response-token values of the caller (B, response width, ...), or lists, in the order of `labels`: (n, ...).
-
-    For advantages, old log-probs and weights. With capacities, 0 behind the batch's own tokens.
-    """
-    shape = packed.grid_to_response.shape
-    if packed.list_lens is not None:
-        values = _as_grid("values", values, [r for _, r in packed.list_lens])
-    assert isinstance(values, torch.Tensor)
-    _check_size("values", values, tuple(shape), "num_rows, response width")
-    out = values.new_zeros((packed.labels.shape[0] + 1, *values.shape[2:]))
-    slot = packed.grid_to_response.flatten()
-    slot = slot.where(slot >= 0, packed.labels.shape[0])  # masked tokens fall into one row that is cut off
-    index = slot.view(-1, *[1] * (values.dim() - 2)).expand(values.flatten(0, 1).shape)
-    return out.scatter(0, index, values.flatten(0, 1))[:-1]

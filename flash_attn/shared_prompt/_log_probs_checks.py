@@ -1,0 +1,93 @@
+"""Argument checks of `log_probs`: shapes, dtypes, devices and options always, values where reading them is
+free.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def check_tensors(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    pred_index: torch.Tensor | None,
+) -> torch.Tensor:
+    """Raises for wrong shapes, dtypes and devices; `hidden` as (T, size)."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if hasattr(tensor, "full_tensor"):
+            raise NotImplementedError(
+                f"{name} must be a plain tensor, got DTensor: pass {name}.full_tensor()"
+            )
+    if hidden.dim() not in (2, 3) or (hidden.dim() == 3 and hidden.shape[0] != 1):
+        raise ValueError(f"hidden must be (num_rows, size) or (1, num_rows, size), got {list(hidden.shape)}")
+    if not hidden.is_floating_point():
+        raise TypeError(f"hidden must be floating point, got {hidden.dtype}")
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if weight is None and bias is not None:
+        raise ValueError("bias must come with weight, got weight=None")
+    if weight is not None:
+        if weight.dim() != 2 or weight.shape[1] != rows.shape[1]:
+            raise ValueError(f"weight must be (vocab_size, {rows.shape[1]}), got {list(weight.shape)}")
+        if torch.promote_types(weight.dtype, rows.dtype) != weight.dtype:
+            raise TypeError(f"weight must be {rows.dtype} like hidden, or wider, got {weight.dtype}")
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+            raise ValueError(
+                f"bias must be ({weight.shape[0]},) {weight.dtype}, got {list(bias.shape)} {bias.dtype}"
+            )
+    if pred_index is not None and (pred_index.dim() != 1 or pred_index.dtype != torch.int64):
+        raise ValueError(f"pred_index must be (n,) int64, got {list(pred_index.shape)} {pred_index.dtype}")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, got {labels.dtype}")
+    expected = hidden.shape[:-1] if pred_index is None else pred_index.shape
+    if labels.shape != expected:
+        raise ValueError(f"labels must be {tuple(expected)}, got {list(labels.shape)}")
+    for name, tensor in (("labels", labels), ("weight", weight), ("bias", bias), ("pred_index", pred_index)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name} must be on {hidden.device} like hidden, got {tensor.device}")
+    return rows
+
+
+def check_options(
+    labels: torch.Tensor, temperature: float | torch.Tensor, softcap: float | None, tile_elements: int
+) -> None:
+    if isinstance(temperature, torch.Tensor):
+        if temperature.numel() != labels.numel() or temperature.device != labels.device:
+            raise ValueError(
+                f"temperature must be a number or one per label {tuple(labels.shape)} on {labels.device}, "
+                f"got {list(temperature.shape)} on {temperature.device}"
+            )
+        if may_read(temperature) and not (temperature > 0).all():
+            raise ValueError(f"temperature must be > 0, got {temperature[~(temperature > 0)][0].item()}")
+    elif not temperature > 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be > 0 or None, got {softcap}")
+    if tile_elements < 1:
+        raise ValueError(f"tile_elements must be at least 1, got {tile_elements}")
+
+
+def may_read(tensor: torch.Tensor) -> bool:
+    """Whether looking at values costs no wait for a GPU (or was asked for) and no graph break."""
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("FLASH_ATTN_CHECK") == "1"
+
+
+def check_values(
+    labels: torch.Tensor, pred_index: torch.Tensor | None, vocab_size: int, num_rows: int, ignore_index: int
+) -> None:
+    if may_read(labels):
+        wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
+        if wrong.any():
+            raise ValueError(
+                f"labels must be in [0, {vocab_size}) or {ignore_index}, "
+                f"got {labels[wrong].flatten()[0].item()}"
+            )
+    if pred_index is not None and may_read(pred_index):
+        wrong = (pred_index < 0) | (pred_index >= num_rows)
+        if wrong.any():
+            raise ValueError(f"pred_index must be in [0, {num_rows}), got {pred_index[wrong][0].item()}")

@@ -1,0 +1,108 @@
+"""Values between a pack and the caller's rows: per pack row or per response token, in both directions.
+
+Gathers and scatters through the maps of a `PackedBatch`: differentiable, no host synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flash_attn.shared_prompt.packing import PackedBatch
+
+
+def _gather_grid(values: torch.Tensor, index: torch.Tensor, fill: float) -> torch.Tensor:
+    if values.shape[0] == 0:
+        return values.new_full((*index.shape, *values.shape[1:]), fill)
+    grid = values.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *values.shape[1:])
+    return grid.where((index >= 0).view(*index.shape, *[1] * (values.dim() - 1)), fill)
+
+
+def _check_size(name: str, values: torch.Tensor, sizes: tuple[int, ...], what: str) -> None:
+    if tuple(values.shape[: len(sizes)]) != sizes:
+        raise ValueError(f"{name} must be ({what}, ...) = {sizes} first, got {list(values.shape)}")
+
+
+def unpack(
+    values: torch.Tensor, packed: PackedBatch, *, fill: float = 0.0
+) -> torch.Tensor | list[torch.Tensor]:
+    """Per-pack-row values (T, ...) at the caller's tokens: (B, W, ...), or for lists one (tokens of row, ...)
+    per row.
+
+    `fill` stands at masked tokens. Rows of a group receive the same value at shared tokens; gradients add up
+    there.
+    """
+    _check_size("values", values, (packed.layout.num_rows,), "num_rows")
+    grid = _gather_grid(values, packed.grid_to_packed, fill)
+    if packed.list_lens is None:
+        return grid
+    width = packed.grid_to_packed.shape[1] - packed.grid_to_response.shape[1]
+    return [
+        torch.cat([row[:p], row[width : width + r]])
+        for row, (p, r) in zip(grid, packed.list_lens, strict=True)
+    ]
+
+
+def unpack_responses(
+    values: torch.Tensor, packed: PackedBatch, *, fill: float = 0.0
+) -> torch.Tensor | list[torch.Tensor]:
+    """Per-response-token values (n, ...), as `log_probs` gives them: (B, response width, ...), or for lists
+    one per row.
+    """
+    _check_size("values", values, (packed.labels.shape[0],), "num_response_tokens")
+    grid = _gather_grid(values, packed.grid_to_response, fill)
+    if packed.list_lens is None:
+        return grid
+    return [row[:r] for row, (_, r) in zip(grid, packed.list_lens, strict=True)]
+
+
+def _as_grid(name: str, values: torch.Tensor | Sequence[torch.Tensor], lens: list[int]) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values
+    if [len(v) for v in values] != lens:
+        raise ValueError(
+            f"{name} must have one value per token of each row {lens}, got {[len(v) for v in values]}"
+        )
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(v) for v in values], batch_first=True)
+
+
+def pack_tokens(values: torch.Tensor | Sequence[torch.Tensor], packed: PackedBatch) -> torch.Tensor:
+    """Per-token values of the caller (B, W, ...), or lists, as (T, ...).
+
+    A shared row takes the value of its group's first row; rows behind `layout.total` that of the grid's first
+    token.
+    """
+    shape = packed.grid_to_packed.shape
+    if packed.list_lens is not None:
+        lens = [p + r for p, r in packed.list_lens]
+        rows = _as_grid("values", values, lens)
+        width = shape[1] - packed.grid_to_response.shape[1]
+        columns = torch.zeros(shape, dtype=torch.int64)
+        for i, (p, r) in enumerate(packed.list_lens):
+            columns[i, :p], columns[i, width : width + r] = torch.arange(p), torch.arange(p, p + r)
+        columns = columns.to(rows.device)
+        values = rows[torch.arange(shape[0], device=rows.device)[:, None], columns]
+    assert isinstance(values, torch.Tensor)
+    _check_size("values", values, tuple(shape), "num_rows, width")
+    if shape.numel() == 0:
+        return values.new_zeros((packed.layout.num_rows, *values.shape[2:]))
+    return values.flatten(0, 1).index_select(0, packed.packed_to_grid)
+
+
+def pack_responses(values: torch.Tensor | Sequence[torch.Tensor], packed: PackedBatch) -> torch.Tensor:
+    """Per-response-token values of the caller (B, response width, ...), or lists, in the order of `labels`:
+    (n, ...).
+
+    For advantages, old log-probs and weights. With capacities, 0 behind the batch's own tokens.
+    """
+    shape = packed.grid_to_response.shape
+    if packed.list_lens is not None:
+        values = _as_grid("values", values, [r for _, r in packed.list_lens])
+    assert isinstance(values, torch.Tensor)
+    _check_size("values", values, tuple(shape), "num_rows, response width")
+    out = values.new_zeros((packed.labels.shape[0] + 1, *values.shape[2:]))
+    slot = packed.grid_to_response.flatten()
+    slot = slot.where(slot >= 0, packed.labels.shape[0])  # masked tokens fall into one row that is cut off
+    index = slot.view(-1, *[1] * (values.dim() - 2)).expand(values.flatten(0, 1).shape)
+    return out.scatter(0, index, values.flatten(0, 1))[:-1]
