@@ -69,7 +69,8 @@ def _steps(count: int, length: int) -> Tensor:
 
 
 def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
-    from flash_attn import SharedPromptLayout, _backend
+    from flash_attn import _backend
+    from flash_attn.shared_prompt import SharedPromptLayout
 
     reason = _backend._load_library()
     if reason:

@@ -87,7 +87,7 @@ def what_is_wrong(name: str, case: Case) -> str | None:
         for label, x, y in zip(
             ("out", "dq", "dk", "dv"), packed(PROVIDERS[name](problem)), want, strict=True
         ):
-            error = float((x.float() - y).norm() / y.norm())
+            error = float((x.detach().float() - y).norm() / y.norm())
             if not error < TOLERANCE:
                 return f"{label} is wrong: relative rms error {error:.1e}"
     except Exception as error:  # a provider that does not run here is a result
@@ -113,15 +113,17 @@ def time_case(case: Case, names: Iterable[str], repeats: int, wrong: dict[str, s
         rows.extend(dict(case=case.row(), provider=name, error=error) | {"pass": d} for d in ("fwd", "bwd"))
 
     problem = Problem(case)
+    inputs = torch.cuda.memory_allocated()
     for name in names:
         if name in wrong:
             failed(name, wrong[name])
             continue
         try:
             clean()
+            others = (torch.cuda.memory_allocated() - inputs) / 2**30  # of the providers before
             pair = PROVIDERS[name](problem)
             clean()
-            peaks[name, "fwd"], peaks[name, "bwd"] = (peak_gib(call) for call in pair)
+            peaks[name, "fwd"], peaks[name, "bwd"] = (peak_gib(call) - others for call in pair)
             pairs[name] = pair
         except Exception as error:
             failed(name, short(error))
