@@ -40,7 +40,7 @@ def test_the_example_runs_and_says_what_it_saves(capsys):
     assert len(blocks) == 1
     names: dict = {}
     exec(compile(blocks[0], "README.md", "exec"), names)
-    assert capsys.readouterr().out == "126 -> 47 tokens\n"
+    assert capsys.readouterr().out == "126 -> 48 tokens\n"
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in names["model"].parameters())
     rows = names["unpack_responses"](names["log_probs"], names["packed"])
     assert [len(row) for row in rows] == [3, 1, 2]
