@@ -9,6 +9,7 @@
 #include "../common/fragments.h"
 #include "../common/mask.h"
 #include "../common/softmax.h"
+#include "schedule.h"
 #include "traits.h"
 
 namespace flash_attn::sm80 {
@@ -54,12 +55,12 @@ __device__ __forceinline__ float load_shared(uint32_t address) {
 template <typename T>
 struct RowBlocks {
     static constexpr int kAhead = 64, kPeriod = 32;  // after refill(i), i % kPeriod == 0, entries to i + kAhead - 1 are there
-    static_assert(T::kListEntries >= kAhead + 32);
+    static_assert(T::kListEntries >= kAhead + 32 + 2);
     static constexpr int kProduced = 32, kNextHead = 36, kNextBlock = 40;  // producer's state, behind the item's 32 bytes
 
     uint32_t const shared;
     BlockSpan const* const spans;
-    int const num_heads;
+    int const num_heads;  // query heads of a kv head
 
     __device__ int item(int field) const { return load_shared_int(shared + T::kItem + 4 * field); }
     __device__ int region() const { return item(0); }
@@ -67,12 +68,14 @@ struct RowBlocks {
     __device__ int num_keys() const { return item(2); }
     __device__ int row_begin() const { return item(3); }
     __device__ int row_end() const { return item(4); }
+    __device__ int head_k() const { return item(5); }
     __device__ int split() const { return item(6); }
 
-    __device__ void start(KeyItem const& i) const {  // one thread
+    __device__ void start(KeyItem const& i, int head_k) const {  // one thread
         uint32_t const at = shared + T::kItem;
         store_shared_int(at, i.region), store_shared_int(at + 4, i.key_begin), store_shared_int(at + 8, i.num_keys);
-        store_shared_int(at + 12, i.row_begin), store_shared_int(at + 16, i.row_end), store_shared_int(at + 24, i.split);
+        store_shared_int(at + 12, i.row_begin), store_shared_int(at + 16, i.row_end);
+        store_shared_int(at + 20, head_k), store_shared_int(at + 24, i.split);
         store_shared_int(at + kProduced, 0);
         store_shared_int(at + kNextHead, i.row_begin < i.row_end ? 0 : num_heads);
         store_shared_int(at + kNextBlock, (i.row_end - 1) / T::kBlockM);
@@ -80,23 +83,29 @@ struct RowBlocks {
     __device__ void refill(int consumed) const {  // warp 0
         int const lane = threadIdx.x % 32, begin = key_begin(), end = begin + num_keys(), tile_end = begin + T::kBlockN;
         int const first = row_begin() / T::kBlockM, last = (row_end() - 1) / T::kBlockM;
+        int const first_head = head_k() * num_heads;
         int produced = item(kProduced / 4), head = item(kNextHead / 4), m = item(kNextBlock / 4);
         while (produced < consumed + kAhead && head < num_heads) {
             int const mine = m - lane;
-            KeySpan span{};
+            bool seen = false, clean = end == tile_end;
             if (mine >= first) {
-                BlockSpan const* block = spans + mine * T::kBlockM / kBlockRows;
-                span = load_key_span(region() ? &block->context : &block->decoded);
+                int const block = mine * T::kBlockM / kBlockRows;
+#pragma unroll
+                for (int b = block; b < block + (T::kBlockM + kBlockRows - 1) / kBlockRows; ++b) {
+                    if (b > block && b * kBlockRows >= row_end()) break;
+                    KeySpan const span = load_key_span(region() ? &spans[b].context : &spans[b].decoded);
+                    seen |= span.begin < end && span.end > begin;
+                    clean &= is_clean(span, begin, end);
+                }
             }
-            bool const seen = span.begin < end && span.end > begin;
             unsigned const mask = __ballot_sync(0xffffffffu, seen);
-            if (seen) put(produced + __popc(mask & ((1u << lane) - 1)), head, mine, end == tile_end && is_clean(span, begin, end));
+            if (seen) put(produced + __popc(mask & ((1u << lane) - 1)), first_head + head, mine, clean);
             produced += __popc(mask);
             m -= 32;
             if (m < first) m = last, ++head;
         }
         if (lane == 0) {
-            if (head >= num_heads) put(produced, num_heads, 0, false);
+            if (head >= num_heads) put(produced, -1, 0, false), put(produced + 1, -1, 0, false);
             store_shared_int(shared + T::kItem + kProduced, produced);
             store_shared_int(shared + T::kItem + kNextHead, head);
             store_shared_int(shared + T::kItem + kNextBlock, m);
@@ -108,7 +117,7 @@ struct RowBlocks {
         store_shared_int(entry(i), head);
         store_shared_int(entry(i) + 4, 2 * m + (clean ? 1 : 0));
     }
-    __device__ int head(int i) const { return load_shared_int(entry(i)); }  // num_heads behind the last pair
+    __device__ int head(int i) const { return load_shared_int(entry(i)); }  // query head; -1 in the two entries behind the last
     __device__ int block(int i) const { return static_cast<unsigned>(load_shared_int(entry(i) + 4)) >> 1; }
     __device__ bool clean(int i) const { return load_shared_int(entry(i) + 4) & 1; }
 };
@@ -133,15 +142,19 @@ __device__ __forceinline__ int count_seen_keys(Plan const& plan, KeyItem const& 
     return max(0, min(end, key_end) - item.key_begin);
 }
 
+template <int kThreads>
+__device__ __forceinline__ void slab_barrier(int slab) {
+    asm volatile("bar.sync %0, %1;" ::"r"(slab + 1), "n"(kThreads) : "memory");
+}
+
 template <typename T>
 struct BackwardLoader {
     using Element = typename T::Element;
     BwdParams const& p;
     RowBlocks<T> const& blocks;
     uint32_t const shared;
-    int const head_k, first_head;
 
-    __device__ void keys(KeyItem const& item, int num_seen) const {
+    __device__ void keys(KeyItem const& item, int head_k, int num_seen) const {
         FwdParams const& f = p.fwd;
         auto const one = [&](uint32_t tile, void const* base, int64_t row_stride, int64_t head_stride) {
             auto const* source = static_cast<Element const*>(base) + item.key_begin * row_stride + head_k * head_stride;
@@ -157,21 +170,28 @@ struct BackwardLoader {
     // meets only zeros.
     __device__ void rows(uint32_t tile, void const* base, int64_t row_stride, int64_t head_stride, int head, int m) const {
         int const row = m * T::kBlockM;
-        auto const* source = static_cast<Element const*>(base) + row * row_stride + (first_head + head) * head_stride;
+        auto const* source = static_cast<Element const*>(base) + row * row_stride + head * head_stride;
         load_rows<T::kBlockM, T::kHeadDim, T::kThreads>(tile, source, row_stride, blocks.row_begin() - row, blocks.row_end() - row,
                                                         p.fwd.head_dim);
     }
-    __device__ void query(int stage, int head, int m) const {
+    // q and stats of pair i, dout with it where `with_dout`; nothing behind the last pair.
+    __device__ void query(int stage, int i, bool with_dout) const {
+        int const head = blocks.head(i), m = blocks.block(i);
+        if (head < 0) return;
         rows(shared + T::kQuery + stage * T::kRowBytes, p.fwd.q, p.fwd.q_row_stride, p.fwd.q_head_stride, head, m);
+        if (with_dout) dout(T::kDoutStages == 2 ? stage : 0, i);
+        stats(i & 1, head, m);
     }
-    __device__ void dout(int stage, int head, int m) const {
+    __device__ void dout(int stage, int i) const {
+        int const head = blocks.head(i), m = blocks.block(i);
+        if (head < 0) return;
         rows(shared + T::kDout + stage * T::kRowBytes, p.dout, p.dout_row_stride, p.dout_head_stride, head, m);
     }
     __device__ void stats(int stage, int head, int m) const {
         static_assert(2 * T::kBlockM <= T::kThreads);
         int const i = threadIdx.x, row = m * T::kBlockM + i % T::kBlockM;
         if (i >= 2 * T::kBlockM) return;
-        float const* source = (i < T::kBlockM ? p.lse_log2 : p.dout_dot_out) + (first_head + head) * p.rows_padded + row;
+        float const* source = (i < T::kBlockM ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row;
         copy_async_4(shared + T::kStats + stage * T::kStatBytes + i * 4, source, row >= blocks.row_begin() && row < blocks.row_end());
     }
 };
@@ -198,11 +218,11 @@ __device__ __forceinline__ void mask_scores(float (&s)[MT][NT][4], FwdParams con
 template <typename T>
 __device__ __forceinline__ void store_keys(float (&acc)[T::kTilesN][2 * T::kPairsD][4], float scale, uint32_t stage, void* base,
                                            int64_t row_stride, int64_t head_stride, float* partial, BwdParams const& p,
-                                           RowBlocks<T> const& blocks, int head_k) {
+                                           RowBlocks<T> const& blocks) {
     using Element = typename T::Element;
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int const warp_n = warp / T::kColsD, warp_d = warp % T::kColsD;
-    int const key_begin = blocks.key_begin(), num_keys = blocks.num_keys(), split = blocks.split();
+    int const key_begin = blocks.key_begin(), num_keys = blocks.num_keys(), split = blocks.split(), head_k = blocks.head_k();
 #pragma unroll
     for (int mt = 0; mt < T::kTilesN; ++mt)
 #pragma unroll
@@ -214,7 +234,7 @@ __device__ __forceinline__ void store_keys(float (&acc)[T::kTilesN][2 * T::kPair
         for (int mt = 0; mt < T::kTilesN; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                int const key = 16 * (warp_n * T::kTilesN + mt) + half * 8 + lane / 4;
+                int const key = 16 * (warp_n + T::kWarpsN * mt) + half * 8 + lane / 4;
                 int64_t const row = static_cast<int64_t>(split) * p.fwd.total_context + key_begin + key;
                 float* const to = partial + (row * p.fwd.num_heads_k + head_k) * T::kHeadDim + lane % 4 * 2;
 #pragma unroll
@@ -231,7 +251,7 @@ __device__ __forceinline__ void store_keys(float (&acc)[T::kTilesN][2 * T::kPair
     for (int mt = 0; mt < T::kTilesN; ++mt)
 #pragma unroll
         for (int np = 0; np < T::kPairsD; ++np)
-            store_pair<Element, T::kHeadDim>(stage, 16 * (warp_n * T::kTilesN + mt), 2 * (warp_d + T::kColsD * np), acc[mt][2 * np],
+            store_pair<Element, T::kHeadDim>(stage, 16 * (warp_n + T::kWarpsN * mt), 2 * (warp_d + T::kColsD * np), acc[mt][2 * np],
                                              acc[mt][2 * np + 1]);
     __syncthreads();
     auto* to = static_cast<Element*>(base) + key_begin * row_stride + head_k * head_stride;
@@ -239,38 +259,44 @@ __device__ __forceinline__ void store_keys(float (&acc)[T::kTilesN][2 * T::kPair
 }
 
 template <typename T, bool kSoftcap, bool kAccumulateDq>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(BwdParams const __grid_constant__ p, int const group) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(BwdParams const __grid_constant__ p, int const group,
+                                                                                     int const section_heads) {
     using Element = typename T::Element;
     constexpr int kD = T::kHeadDim, kN = T::kBlockN, MT = T::kTilesM, NS = T::kPairsS;
     extern __shared__ __align__(1024) char shared_bytes[];
     uint32_t const shared = shared_address(shared_bytes);
 
     FwdParams const& f = p.fwd;
-    int const index = blockIdx.x, head_k = p.head_k_begin + blockIdx.y;
+    int index, head_k;
+    decode_block(f.plan.num_key_items, p.head_k_end - p.head_k_begin, section_heads, index, head_k);
+    head_k += p.head_k_begin;
     int4 const item_low = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index));
     int4 const item_high = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index) + 1);
     KeyItem const item{item_low.x, item_low.y, item_low.z, item_low.w, item_high.x, item_high.y, item_high.z, 0};
     if (item.num_keys <= 0) return;
 
     RowBlocks<T> const blocks{shared, f.plan.block_span, group};
-    BackwardLoader<T> const load{p, blocks, shared, head_k, head_k * group};
-    load.keys(item, count_seen_keys<T::kThreads>(f.plan, item, shared + T::kStats));
+    BackwardLoader<T> const load{p, blocks, shared};
+    load.keys(item, head_k, count_seen_keys<T::kThreads>(f.plan, item, shared + T::kStats));
     if (threadIdx.x < 32) {
-        if (threadIdx.x == 0) blocks.start(item);
+        if (threadIdx.x == 0) blocks.start(item, head_k);
         __syncwarp();
         blocks.refill(0);
     }
     __syncthreads();
-    if (blocks.head(0) < group) {
-        load.query(0, blocks.head(0), blocks.block(0));
-        load.dout(0, blocks.head(0), blocks.block(0));
-        load.stats(0, blocks.head(0), blocks.block(0));
-    }
+    load.query(0, 0, true);
     copy_async_commit();
+    if constexpr (T::kQueryStages == 2) {
+        load.query(1, 1, T::kDoutStages == 2);
+        copy_async_commit();
+    }
+    if constexpr (T::kQueryStages == 2) {
+        copy_async_wait<1>();
+        __syncthreads();
+    }
 
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int const row_s = 16 * MT * (warp / T::kColsS), column_s = 16 * (warp % T::kColsS);
-    int const warp_d = warp % T::kColsD;
+    int const slab = warp / T::kWarpsM, row_s = 16 * MT * (warp % T::kWarpsM), column_s = 16 * slab, warp_d = warp % T::kColsD;
     // Lane addresses serve two tiles of the same shape, a constant apart: q and dout, K and V, P and dS.
     constexpr int kQueryToDout = T::kDout - T::kQuery, kKeyToValue = T::kValue - T::kKey, kPToDs = T::kDs - T::kP;
     auto const q_s = lane_a<kD>(shared + T::kQuery, row_s);
@@ -281,18 +307,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
     float dk[T::kTilesN][2 * T::kPairsD][4], dv[T::kTilesN][2 * T::kPairsD][4];
     clear(dk);
     clear(dv);
-    for (int i = 0; blocks.head(i) < group; ++i) {
+    for (int i = 0; blocks.head(i) >= 0; ++i) {
         int const stage = i & 1;
         uint32_t const q_stage = T::kQueryStages == 2 ? stage * T::kRowBytes : 0;
         uint32_t const dout_stage = T::kDoutStages == 2 ? stage * T::kRowBytes : 0;
-        copy_async_wait<0>();
-        __syncthreads();
-        if (blocks.head(i + 1) < group) {
-            if constexpr (T::kQueryStages == 2) load.query(stage ^ 1, blocks.head(i + 1), blocks.block(i + 1));
-            if constexpr (T::kDoutStages == 2) load.dout(stage ^ 1, blocks.head(i + 1), blocks.block(i + 1));
-            load.stats(stage ^ 1, blocks.head(i + 1), blocks.block(i + 1));
+        uint32_t const ds_stage = T::kDsStages == 2 ? stage * T::kScoreBytes : 0;
+        if constexpr (T::kQueryStages == 1) {
+            copy_async_wait<0>();
+            __syncthreads();
         }
-        copy_async_commit();
         if (i > 0 && i % RowBlocks<T>::kPeriod == 0 && threadIdx.x < 32) blocks.refill(i);
 
         float s[MT][2 * NS][4];
@@ -327,6 +350,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
             }
         }
 
+        if constexpr (T::kQueryStages == 2 && T::kDoutStages == 1) {
+            copy_async_wait<1>();
+            __syncthreads();
+        }
         float dp[MT][2 * NS][4];
         clear(dp);
         auto const dout_now = q_s.moved(kQueryToDout + dout_stage), v_now = k_s.moved(kKeyToValue);
@@ -353,50 +380,46 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
                         if constexpr (kSoftcap) x = x == -INFINITY ? 0.f : exponent(x, lse[j / 2]) * (1.f - x * x);
                         dp[mt][nt][j] = x * (dp[mt][nt][j] - delta[j / 2]);
                     }
-                store_pair<Element, kN>(shared + T::kDs, row_s + 16 * mt, column_s / 8 + 2 * T::kColsS * np, dp[mt][2 * np],
+                store_pair<Element, kN>(shared + T::kDs + ds_stage, row_s + 16 * mt, column_s / 8 + 2 * T::kColsS * np, dp[mt][2 * np],
                                         dp[mt][2 * np + 1]);
             }
         }
-        __syncthreads();
+        slab_barrier<32 * T::kWarpsM>(slab);
 
         // Computed anew in every round, since a register for each would not fit.
-        int const late_warp = opaque(threadIdx.x) / 32, warp_n = late_warp / T::kColsD;
-        auto const p_now = lane_a_transposed<kN>(shared + T::kP, 2 * T::kTilesN * warp_n);
+        int const late_warp = opaque(threadIdx.x) / 32;
+        auto const p_now = lane_a_transposed<kN>(shared + T::kP, 2 * (late_warp / T::kColsD));
         auto const dout_t = q_t.moved(kQueryToDout + dout_stage);
         gemm<Element, T::kBlockM / 16>(
             dv,
             [&](int kk, uint32_t(&a)[T::kTilesN][4]) {
 #pragma unroll
-                for (int mt = 0; mt < T::kTilesN; ++mt) load_matrix_transposed(a[mt], p_now.at(16 * kk, 2 * mt));
+                for (int mt = 0; mt < T::kTilesN; ++mt) load_matrix_transposed(a[mt], p_now.at(16 * kk, 2 * T::kWarpsN * mt));
             },
             [&](int kk, int np, uint32_t(&b)[4]) { load_matrix_transposed(b, dout_t.at(16 * kk, 2 * T::kColsD * np)); });
-        if constexpr (T::kDoutStages == 1 && T::kQueryStages == 2) {
-            __syncthreads();
-            if (blocks.head(i + 1) < group) load.dout(0, blocks.head(i + 1), blocks.block(i + 1));
-            copy_async_commit();
-        }
-        auto const ds_now = p_now.moved(kPToDs);
+        auto const ds_now = p_now.moved(kPToDs + ds_stage);
         auto const q_t_now = q_t.moved(q_stage);
         gemm<Element, T::kBlockM / 16>(
             dk,
             [&](int kk, uint32_t(&a)[T::kTilesN][4]) {
 #pragma unroll
-                for (int mt = 0; mt < T::kTilesN; ++mt) load_matrix_transposed(a[mt], ds_now.at(16 * kk, 2 * mt));
+                for (int mt = 0; mt < T::kTilesN; ++mt) load_matrix_transposed(a[mt], ds_now.at(16 * kk, 2 * T::kWarpsN * mt));
             },
             [&](int kk, int np, uint32_t(&b)[4]) { load_matrix_transposed(b, q_t_now.at(16 * kk, 2 * T::kColsD * np)); });
-        if constexpr (T::kQueryStages == 1) {
-            __syncthreads();
-            if (blocks.head(i + 1) < group) {
-                load.query(0, blocks.head(i + 1), blocks.block(i + 1));
-                if constexpr (T::kDoutStages == 1) load.dout(0, blocks.head(i + 1), blocks.block(i + 1));
-            }
-            copy_async_commit();
+        // Everyone is done with the rows of block i, dS is whole, and with two stages the rows of block i + 1 are there.
+        copy_async_wait<0>();
+        __syncthreads();
+        if constexpr (T::kDoutStages == 1) {
+            load.dout(0, i + 1);
+            if constexpr (T::kQueryStages == 2) copy_async_commit();
         }
+        load.query(T::kQueryStages == 2 ? stage : 0, i + T::kQueryStages, T::kDoutStages == 2);
+        copy_async_commit();
         if constexpr (kAccumulateDq) {
             float dq[T::kTilesQ][2 * T::kPairsQ][4];
             clear(dq);
             int const warp_q = late_warp / T::kColsQ, warp_e = late_warp % T::kColsQ;
-            auto const ds_q_now = lane_a<kN>(shared + T::kDs, 16 * T::kTilesQ * warp_q);
+            auto const ds_q_now = lane_a<kN>(shared + T::kDs + ds_stage, 16 * T::kTilesQ * warp_q);
             auto const k_q_now = lane_b_transposed<kD>(shared + T::kKey, 2 * warp_e);
             gemm<Element, kN / 16>(
                 dq,
@@ -405,7 +428,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
                     for (int mt = 0; mt < T::kTilesQ; ++mt) load_matrix(a[mt], ds_q_now.at(16 * mt, 2 * kk));
                 },
                 [&](int kk, int np, uint32_t(&b)[4]) { load_matrix_transposed(b, k_q_now.at(16 * kk, 2 * T::kColsQ * np)); });
-            int const head_of_chunk = (head_k - p.head_k_begin) * group + blocks.head(i);
+            int const head_of_chunk = blocks.head(i) - p.head_k_begin * group;
             float* const accum = p.dq_accum + head_of_chunk * p.rows_padded * kD;
 #pragma unroll
             for (int mt = 0; mt < T::kTilesQ; ++mt) {
@@ -419,10 +442,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
     __syncthreads();  // the key tiles become staging
     bool const context = blocks.region() != 0;
     store_keys<T>(dv, 1.f, shared + T::kValue, context ? p.dv_context : p.dv, context ? p.dv_context_row_stride : p.dv_row_stride,
-                  context ? p.dv_context_head_stride : p.dv_head_stride, p.dv_partial, p, blocks, head_k);
+                  context ? p.dv_context_head_stride : p.dv_head_stride, p.dv_partial, p, blocks);
     store_keys<T>(dk, f.softmax_scale, shared + T::kKey, context ? p.dk_context : p.dk,
                   context ? p.dk_context_row_stride : p.dk_row_stride, context ? p.dk_context_head_stride : p.dk_head_stride,
-                  p.dk_partial, p, blocks, head_k);
+                  p.dk_partial, p, blocks);
 }
 
 }  // namespace flash_attn::sm80

@@ -8,18 +8,10 @@
 #include "../common/fragments.h"
 #include "../common/mask.h"
 #include "../common/softmax.h"
+#include "schedule.h"
 #include "traits.h"
 
 namespace flash_attn::sm80 {
-
-// Block index to (item, query head): sections of heads whose keys fit in L2 outermost, the list's order inside, heads inner.
-__device__ __forceinline__ void decode_block(int num_items, int num_heads, int section_heads, int& item, int& head) {
-    int const block = blockIdx.x, section = block / (num_items * section_heads);
-    int const rest = block - section * num_items * section_heads, first = section * section_heads;
-    int const heads = min(section_heads, num_heads - first);
-    item = rest / heads;
-    head = first + rest % heads;
-}
 
 __device__ __forceinline__ QueryItem load_item(QueryItem const* item) {
     int4 const head = __ldg(reinterpret_cast<int4 const*>(item));

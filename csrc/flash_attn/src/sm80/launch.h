@@ -45,8 +45,9 @@ cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
     auto const kernel = p.dq_accum == nullptr
                             ? (p.fwd.softcap > 0.f ? backward_kernel<T, true, false> : backward_kernel<T, false, false>)
                             : (p.fwd.softcap > 0.f ? backward_kernel<T, true, true> : backward_kernel<T, false, true>);
-    return launch(kernel, p.fwd.plan.num_key_items, p.head_k_end - p.head_k_begin, T::kThreads, T::kSharedBytes, stream, p,
-                  p.fwd.num_heads / p.fwd.num_heads_k);
+    int const heads_k = p.head_k_end - p.head_k_begin;
+    return launch(kernel, static_cast<int64_t>(p.fwd.plan.num_key_items) * heads_k, 1, T::kThreads, T::kSharedBytes, stream, p,
+                  p.fwd.num_heads / p.fwd.num_heads_k, heads_k);
 }
 
 template <typename Element, int kHeadDim>

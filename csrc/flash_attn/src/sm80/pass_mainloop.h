@@ -34,24 +34,20 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         load.keys(0, false, 0);
         load.keys(0, true, 1);
     }
+    for (int i = threadIdx.x; i < 2 * T::kBlockM; i += T::kThreads) {
+        int const row = i % T::kBlockM;
+        float const* source = (i < T::kBlockM ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + item.row_begin + row;
+        copy_async_4(shared + T::kStats + i * 4, source, row < item.num_rows);  // zeros behind: those rows are not stored
+    }
     copy_async_commit();
 
-    int const lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * MT;
-    float lse[MT][2], delta[MT][2];
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int const row = warp_row + mt * 16 + half * 8 + lane / 4;
-            int64_t const at = head * p.rows_padded + item.row_begin + row;
-            lse[mt][half] = row < item.num_rows ? p.lse_log2[at] : INFINITY;
-            delta[mt][half] = row < item.num_rows ? p.dout_dot_out[at] : 0.f;
-        }
-    }
+    float const scale_log2 = (kSoftcap ? f.softcap : f.softmax_scale) * kLog2E;
+    int const warp_row = threadIdx.x / 32 * 16 * MT;
+    uint32_t const stats = shared + T::kStats + (warp_row + threadIdx.x % 32 / 4) * 4;
+    auto const exponent = [&](float x, float lse) { return exp2_fast(fmaf(x, scale_log2, -lse)); };
     auto const q_lane = lane_a<kD>(shared, warp_row);
     auto const k_lane = lane_b<kD>(shared + T::kRing, 0);
     auto const k_columns = lane_b_transposed<kD>(shared + T::kRing, 0);
-    float const scale_log2 = (kSoftcap ? f.softcap : f.softmax_scale) * kLog2E;
     float dq[MT][kD / 8][4];
     clear(dq);
     for (int i = 0; i < tiles.num_tiles; ++i) {
@@ -79,24 +75,30 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         if (!tiles.clean(i)) mask_tile<T>(s, shared + T::kSpans, tiles.is_context(i), tiles.first_key(i), warp_row, -INFINITY);
         if constexpr (!kSoftcap) {
 #pragma unroll
-            for (int mt = 0; mt < MT; ++mt)
+            for (int mt = 0; mt < MT; ++mt) {
+                float const lse[2] = {load_shared(stats + mt * 64), load_shared(stats + mt * 64 + 32)};
 #pragma unroll
                 for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) s[mt][nt][j] = exp2_fast(fmaf(s[mt][nt][j], scale_log2, -lse[mt][j / 2]));
+                    for (int j = 0; j < 4; ++j) s[mt][nt][j] = exponent(s[mt][nt][j], lse[j / 2]);
+            }
         }
         scores(dp, T::kDout, (pair + 1) * T::kSlotBytes);
 #pragma unroll
-        for (int mt = 0; mt < MT; ++mt)
+        for (int mt = 0; mt < MT; ++mt) {
+            uint32_t const at = stats + T::kBlockM * 4 + mt * 64;
+            float const delta[2] = {load_shared(at), load_shared(at + 32)};
+            float lse[2];
+            if constexpr (kSoftcap) lse[0] = load_shared(stats + mt * 64), lse[1] = load_shared(stats + mt * 64 + 32);
 #pragma unroll
             for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     float x = s[mt][nt][j];
-                    if constexpr (kSoftcap)
-                        x = x == -INFINITY ? 0.f : exp2_fast(fmaf(x, scale_log2, -lse[mt][j / 2])) * (1.f - x * x);
-                    dp[mt][nt][j] = x * (dp[mt][nt][j] - delta[mt][j / 2]);
+                    if constexpr (kSoftcap) x = x == -INFINITY ? 0.f : exponent(x, lse[j / 2]) * (1.f - x * x);
+                    dp[mt][nt][j] = x * (dp[mt][nt][j] - delta[j / 2]);
                 }
+        }
         auto const k_now = k_columns.moved(pair * T::kSlotBytes);
         gemm<Element, T::kBlockN / 16>(
             dq, [&](int kk, uint32_t(&a)[MT][4]) { pack_a<Element>(a, dp, kk); },

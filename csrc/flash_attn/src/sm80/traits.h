@@ -27,12 +27,13 @@ template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWar
 struct PassTraits : ForwardTraits<Element_, kHeadDim_, kBlockM_, kBlockN_, kWarps, kSlots_, kBlocksPerSm_> {
     using Base = ForwardTraits<Element_, kHeadDim_, kBlockM_, kBlockN_, kWarps, kSlots_, kBlocksPerSm_>;
     static constexpr int kDout = Base::kQueryBytes, kRing = 2 * Base::kQueryBytes;
-    static constexpr int kSpans = kRing + kSlots_ * Base::kSlotBytes;
-    static constexpr int kSharedBytes = kSpans + kBlockM_ * 16;
+    static constexpr int kSpans = kRing + kSlots_ * Base::kSlotBytes, kStats = kSpans + kBlockM_ * 16;  // lse, then D
+    static constexpr int kSharedBytes = kStats + 2 * kBlockM_ * 4;
 };
 
 // Backward: kBlockM query rows against kBlockN stationary keys. Warps form a grid three times: kWarpsM x rest over S and dP,
-// kWarpsN x rest over dK and dV (keys x head dim), kWarpsQ x rest over dQ (rows x head dim).
+// kWarpsN x rest over dK and dV (keys x head dim), kWarpsQ x rest over dQ (rows x head dim). The warps of one key slab are the
+// same in the first two, so P and dS reach dV and dK through a barrier of the slab's warps alone.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kWarpsM_, int kWarpsN_, int kWarpsQ_,
           int kQueryStages_, int kDoutStages_, int kBlocksPerSm_>
 struct BackwardTraits {
@@ -46,6 +47,8 @@ struct BackwardTraits {
     static constexpr int kColsS = kWarps / kWarpsM, kTilesM = kBlockM / (16 * kWarpsM), kPairsS = kBlockN / (16 * kColsS);
     static constexpr int kColsD = kWarps / kWarpsN, kTilesN = kBlockN / (16 * kWarpsN), kPairsD = kHeadDim / (16 * kColsD);
     static constexpr int kColsQ = kWarps / kWarpsQ, kTilesQ = kBlockM / (16 * kWarpsQ), kPairsQ = kHeadDim / (16 * kColsQ);
+    static_assert(kQueryStages >= kDoutStages);
+    static_assert(kColsS == kWarpsN && kPairsS == kTilesN, "the warps that make a slab of P and dS are those that use it");
     static_assert(kTilesM * 16 * kWarpsM == kBlockM && kPairsS * 16 * kColsS == kBlockN);
     static_assert(kTilesN * 16 * kWarpsN == kBlockN && kPairsD * 16 * kColsD == kHeadDim);
     static_assert(kTilesQ * 16 * kWarpsQ == kBlockM && kPairsQ * 16 * kColsQ == kHeadDim);
@@ -53,7 +56,8 @@ struct BackwardTraits {
     static constexpr int kKeyBytes = kBlockN * kHeadDim * 2, kRowBytes = kBlockM * kHeadDim * 2;
     static constexpr int kScoreBytes = kBlockM * kBlockN * 2, kStatBytes = 2 * kBlockM * 4;  // lse and D of a stage
     static constexpr int kKey = 0, kValue = kKeyBytes, kQuery = 2 * kKeyBytes, kDout = kQuery + kQueryStages * kRowBytes;
-    static constexpr int kP = kDout + kDoutStages * kRowBytes, kDs = kP + kScoreBytes, kStats = kDs + kScoreBytes;
+    static constexpr int kDsStages = kQueryStages == 2 && kDoutStages == 2 ? 2 : 1;
+    static constexpr int kP = kDout + kDoutStages * kRowBytes, kDs = kP + kScoreBytes, kStats = kDs + kDsStages * kScoreBytes;
     static constexpr int kItem = kStats + 2 * kStatBytes, kList = kItem + 64, kListEntries = 128;
     static constexpr int kSharedBytes = kList + 8 * kListEntries;
 };
