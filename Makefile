@@ -7,10 +7,11 @@ ARGS   ?=
 
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+GPU   = $(shell nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr 'A-Z ' 'a-z_' | sed 's/nvidia_//')
 LOCAL_TESTS := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test install wheel lint clean
+.PHONY: help demo test test-gpu install wheel kernels bench bench-full report lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -21,11 +22,28 @@ demo: $(VENV)/demo.stamp  ## one GRPO update of a real model, replicated and sha
 test: $(VENV)/test.stamp  ## the CPU tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(LOCAL_TESTS)" $(ARGS)
 
+test-gpu:  ## the GPU tests, both code paths, in the Python that runs; writes benchmarks/results/<gpu>/tests.json
+	$(PYTHON) setup.py -q build_ext --inplace
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m "gpu or multi_gpu" --gpu-report benchmarks/results/$(GPU)/tests.json $(ARGS)
+
 install:  ## install into the Python that runs (CUDA library where a GPU is visible or FLASH_ATTN_CUDA_ARCHS is set)
 	$(PYTHON) -m pip install --no-build-isolation . $(ARGS)
 
 wheel: $(VENV)/dev.stamp  ## build dist/*.whl (CUDA library as for install)
 	$(BIN)/python -m build --wheel --no-isolation $(ARGS)
+
+kernels: $(VENV)/dev.stamp  ## compile one kernel per arch and pass, read the compiler's report and the machine code (no GPU)
+	$(BIN)/python csrc/flash_attn/kernels.py --archs "80;90" --gpus "80;90" --head-dims 64 --dtypes bf16 --strict --out build/check
+	$(BIN)/python tests/check_library.py build/check/_C.so
+
+bench:  ## time the kernels against torch's, in the Python that runs; writes benchmarks/results/<gpu>/kernels.json
+	$(PYTHON) benchmarks/run.py --cases quick,plain --out benchmarks/results/$(GPU)/kernels.json $(ARGS)
+
+bench-full:  ## all cases and head dims (about 15 minutes)
+	$(PYTHON) benchmarks/run.py --cases main,small,head_dims,long,plain --out benchmarks/results/$(GPU)/kernels_full.json $(ARGS)
+
+report: $(VENV)/demo.stamp  ## fill the README's measured blocks from benchmarks/results
+	$(BIN)/python benchmarks/report.py $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -54,5 +72,6 @@ $(VENV)/test.stamp: $(VENV)/demo.stamp
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp
-	$(PIP) -c requirements/pins.txt ruff mypy build ninja
+	$(PIP) -c requirements/pins.txt ruff mypy build ninja nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	$(PIP) --no-deps -c requirements/pins.txt nvidia-cutlass
 	@touch $@

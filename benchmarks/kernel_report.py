@@ -56,11 +56,12 @@ def table(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) ->
 def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
     first = rows[0]
     c = next((r["case"] for r in rows if "N" in r["case"]), first["case"])
+    software = f"driver {first['driver']}, CUDA {first['cuda']}, torch {first['torch']}"
     return f"""\
-{first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}; H={c["H"]},
-Hk={c["Hk"]}, {c["dtype"]}, causal; all providers interleaved in one process, medians. TFLOP/s count every visible
-(query, key) pair once and prompts once: forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. A dense bf16
-matrix product of 8192³ ran at {first["matmul_tflops"]} TFLOP/s in the same run.
+{first["gpu"]}, {software}, {first["date"]}; H={c["H"]}, Hk={c["Hk"]}, {c["dtype"]}, causal. All providers are
+interleaved in one process; medians. TFLOP/s count every visible (query, key) pair once and prompts once:
+forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. A dense bf16 matrix product of 8192³ ran at
+{first["matmul_tflops"]} TFLOP/s in the same run.
 
 {table(rows, markdown_table)}"""
 
