@@ -52,26 +52,28 @@ class Run:
     k_step: int
 
 
-def check_table(table: Table, total_q: int, total_k: int, total_context: int) -> None:
-    """ValueError unless q rows are consecutive from 0, k intervals are in order, and everything lies in the
-    tensors."""
+def check_table(table: Table, total_q: int, total_k: int, total_context: int | None) -> None:
+    """ValueError unless q rows are consecutive from 0, k intervals are in order, and all lies in the tensors.
+
+    `total_context` None: contexts are rows of k itself, and a segment must not meet a key twice.
+    """
     q_next, k_next = 0, 0
+    context_rows = total_k if total_context is None else total_context
     for index, row in enumerate(table):
         q_begin, q_end, context_begin, context_end, k_begin, k_end = row
+        problem = None
         if q_begin != q_next or q_end < q_begin:
-            raise ValueError(
-                f"segments[{index}] must start at q row {q_next} and not end before it, got {row}"
-            )
-        if q_end > total_q:
-            raise ValueError(f"segments[{index}] must end within the {total_q} rows of q, got {row}")
-        if k_begin < k_next or k_end < k_begin or k_end > total_k:
-            raise ValueError(
-                f"segments[{index}] must have ordered keys within the {total_k} rows of k, got {row}"
-            )
-        if context_begin < 0 or context_end < context_begin or context_end > total_context:
-            raise ValueError(
-                f"segments[{index}] must have its context within {total_context} rows, got {row}"
-            )
+            problem = f"must start at q row {q_next} and not end before it"
+        elif q_end > total_q:
+            problem = f"must end within the {total_q} rows of q"
+        elif k_begin < k_next or k_end < k_begin or k_end > total_k:
+            problem = f"must have ordered keys within the {total_k} rows of k"
+        elif context_begin < 0 or context_end < context_begin or context_end > context_rows:
+            problem = f"must have its context within {context_rows} rows"
+        elif total_context is None and max(context_begin, k_begin) < min(context_end, k_end):
+            problem = "must not have context rows among its own keys"
+        if problem:
+            raise ValueError(f"segments[{index}] {problem}, got {row}")
         q_next, k_next = q_end, k_end
 
 

@@ -47,7 +47,7 @@ def _plan(
     softcap: float,
 ) -> list[Run]:
     table = segments.tolist()
-    check_table(table, q.shape[0], k.shape[0], k.shape[0] if k_context is None else k_context.shape[0])
+    check_table(table, q.shape[0], k.shape[0], None if k_context is None else k_context.shape[0])
     return runs(cut(table, causal, *window) if softcap == 0.0 else list(bands(table, causal, *window)))
 
 

@@ -9,12 +9,16 @@ without keys give out 0 and lse -inf. lse is the natural log of the sum of exp o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from flash_attn import checks
 from flash_attn._calls import Output, attention, autocast, dense, unbind, varlen
-from flash_attn.shared_prompt.layout import SharedPromptLayout
+
+if TYPE_CHECKING:
+    from flash_attn.shared_prompt import SharedPromptLayout
 
 
 def flash_attn_func(
@@ -305,6 +309,8 @@ def flash_attn_shared_prompt_func(
     With `return_softmax_lse` also lse (H, T) fp32. One launch per direction. Rows behind the layout's total
     give 0. Options as in `flash_attn_dualkv_varlen_func`.
     """
+    from flash_attn.shared_prompt.layout import SharedPromptLayout
+
     if not isinstance(layout, SharedPromptLayout):
         raise TypeError(f"layout must be a SharedPromptLayout, got {type(layout).__name__}")
     q, k, v = autocast(q, k, v)

@@ -2,9 +2,12 @@
 
     max|x - ref| <= 2 max|low - ref| + one rounding of max|ref|      and      ||x - ref|| <= 1.5 ||low - ref||
 
-`ref` is computed in fp64 (or fp32) from the same inputs, `low` is `reference.attention(..., low=True)`:
-scores, softmax and lse in fp32, with inputs, P, dS and outputs rounded to the input dtype. Both bounds hold
-for out, lse and each gradient.
+`ref` is computed in fp64 from the same inputs, `low` is `reference.attention(..., low=True)`: scores, softmax
+and lse in fp32, with inputs, P, dS and outputs rounded to the input dtype. Both bounds hold for out, lse and
+each gradient. Made precise where numbers are few: 8 fp32 roundings of the problem's largest value are noise
+everywhere (a row with one key has dq = 0, exactly in no arithmetic); the norm counts from 4096 elements on;
+the factors are 4 for fp32 results (fp32 inputs, and every lse), where x and low differ by the order of
+summation alone, and for tensors of less than 64 elements (dsinks), which low may hit by luck. fp64: 1e-11.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from torch import Tensor
 
 from flash_attn import reference
 
+MIN_ELEMENTS, MIN_NORM_ELEMENTS = 64, 4096
 
-def violation(x: Tensor, low: Tensor, ref: Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """What breaks the rule, or None. `dtype`: the one whose rounding counts (default x's)."""
+
+def violation(x: Tensor, low: Tensor, ref: Tensor, dtype: torch.dtype, magnitude: float = 0.0) -> str | None:
+    """What breaks the rule, or None. `dtype`: the one whose rounding counts; `magnitude`: the problem's
+    largest value."""
     if x.shape != ref.shape:
         return f"shape {list(x.shape)} instead of {list(ref.shape)}"
-    dtype = x.dtype if dtype is None else dtype
     x, low, ref = x.double(), low.double(), ref.double()
     infinite = torch.isinf(ref)
     if not torch.equal(torch.isinf(x), infinite) or not torch.equal(x[infinite], ref[infinite]):
@@ -33,21 +38,25 @@ def violation(x: Tensor, low: Tensor, ref: Tensor, dtype: torch.dtype | None = N
     x, low, ref = x[~infinite], low[~infinite], ref[~infinite]
     if ref.numel() == 0:
         return None
-    largest, allowed = (x - ref).abs().max(), 2 * (low - ref).abs().max()
-    rounding = torch.finfo(dtype).eps / 2 * ref.abs().max()
-    if largest > allowed + rounding:
-        return f"max error {largest:.3e} > 2 * max error of low {allowed:.3e} + one rounding {rounding:.3e}"
-    norm, norm_low = (x - ref).norm(), (low - ref).norm()
-    # The norm's floor: the rounding of a tensor that low happens to hit exactly (one key, all zeros).
-    floor = torch.finfo(dtype).eps / 2 * ref.norm()
-    if norm > max(1.5 * norm_low, floor):
-        return f"error norm {norm:.3e} > 1.5 * that of low {norm_low:.3e} (floor {floor:.3e})"
+    rounding = torch.finfo(dtype).eps / 2
+    noise = 8 * torch.finfo(torch.float32).eps / 2 * max(magnitude, float(ref.abs().max()))
+    factor, factor_norm, floor = 2.0, 1.5, rounding * float(ref.abs().max()) + noise
+    if dtype == torch.float32 or ref.numel() < MIN_ELEMENTS:
+        factor, factor_norm = 4.0, 4.0
+    largest, allowed = float((x - ref).abs().max()), factor * float((low - ref).abs().max()) + floor
+    if largest > allowed:
+        return f"max error {largest:.3e} > {allowed:.3e} = {factor} * max error of low + {floor:.3e}"
+    norm, norm_low = float((x - ref).norm()), float((low - ref).norm())
+    if ref.numel() >= MIN_NORM_ELEMENTS and norm > factor_norm * norm_low + noise:
+        return f"error norm {norm:.3e} > {factor_norm} * that of low {norm_low:.3e}"
     return None
 
 
-def assert_close(name: str, x: Tensor, low: Tensor, ref: Tensor, dtype: torch.dtype | None = None) -> None:
+def assert_close(
+    name: str, x: Tensor, low: Tensor, ref: Tensor, dtype: torch.dtype | None = None, magnitude: float = 0.0
+) -> None:
     """The rule above, with the tensor's name in the message."""
-    problem = violation(x, low, ref, dtype)
+    problem = violation(x, low, ref, x.dtype if dtype is None else dtype, magnitude)
     assert problem is None, f"{name}: {problem}"
 
 
@@ -125,6 +134,7 @@ def check(case: Case, attend: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """`attend(q=, k=, v=[, k_context=, v_context=, sinks=]) -> out, lse (H, total_q)` obeys the rule on this
     case."""
     results = run(case, attend, case.dtype)
+    assert results["out"].dtype == case.dtype
 
     def referee(**tensors: Tensor) -> tuple[Tensor, Tensor]:
         return reference.attention(**tensors, segments=case.table, **case.options)
@@ -133,8 +143,16 @@ def check(case: Case, attend: Callable[..., tuple[Tensor, Tensor]]) -> None:
         return reference.attention(**tensors, segments=case.table, **case.options, low=True)
 
     ref = run(case, referee, torch.float64)
+    if case.dtype == torch.float64:  # the rule's yardstick is fp32; fp64 is exact up to its own rounding
+        for name, x in results.items():
+            torch.testing.assert_close(
+                x, ref[name], rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n} of {case}: {m}"
+            )
+        return
     yardstick = run(case, low, case.dtype)
+    magnitude = max(
+        (float(x[x.isfinite()].abs().max()) for x in ref.values() if x.isfinite().any()), default=0.0
+    )
     for name, x in results.items():
-        assert_close(
-            f"{name} of {case}", x, yardstick[name], ref[name], case.dtype if name != "lse" else torch.float32
-        )
+        dtype = torch.float32 if name == "lse" else case.dtype
+        assert_close(f"{name} of {case}", x, yardstick[name], ref[name], dtype, magnitude)
