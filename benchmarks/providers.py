@@ -8,12 +8,13 @@ gradients summed.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 
 import torch
 from cases import Case, PlainCase
+from providers_fa4 import FA4_PROVIDERS
+from providers_fa4 import find_site as find_fa4
 from torch import Tensor
 
 Forward = Callable[[], Tensor]
@@ -352,9 +353,7 @@ PROVIDERS: dict[str, Callable[[Problem], Pair]] = {
     "cudnn-two-call": cudnn_two_call,
     "flex": flex,
 }
-if importlib.util.find_spec("cutlass") or os.environ.get("FLASH_ATTN_4_SITE"):
-    from providers_fa4 import FA4_PROVIDERS
-
+if find_fa4() is not None:
     PROVIDERS |= FA4_PROVIDERS
 
 
