@@ -141,6 +141,9 @@ def test_generated_files_and_large_files_are_not_committed():
     assert not [name(p) for p in FILES if p.stat().st_size > MAX_BYTES]
 
 
+EXPECTING = re.compile("raises|assert|require|gradcheck|opcheck|set_sync_debug_mode")
+
+
 def functions_of_tests() -> dict[str, list[ast.FunctionDef]]:
     """Test files' functions by the file's name."""
     found = {}
@@ -158,7 +161,7 @@ def can_fail(function: ast.FunctionDef, failing: set[str]) -> bool:
             return True
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func).split(".")[-1]
-            if called in failing or re.search(r"raises|assert|require|gradcheck|opcheck|set_sync_debug_mode", called):
+            if called in failing or EXPECTING.search(called):
                 return True
             if any(k.arg == "check" and getattr(k.value, "value", None) is True for k in node.keywords):
                 return True

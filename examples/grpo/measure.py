@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import platform
 import subprocess
@@ -52,7 +51,6 @@ class Phases:
 
 def reset_peak(device: torch.device) -> int | None:
     """Sets the peak back to what is in use now, and returns that in bytes."""
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
