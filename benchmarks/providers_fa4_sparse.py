@@ -1,4 +1,4 @@
-"""FlashAttention-4 over the packed row with a mask function and lists of visible blocks, built outside the timing.
+"""FlashAttention-4 over the packed row with a mask function and lists of visible blocks, built beforehand.
 
 Key j is visible to row i iff j <= i < end[j]; end[j]: one past the last row that may see j.
 """

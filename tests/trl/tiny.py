@@ -103,6 +103,9 @@ def arguments(out: Path, config_class: type, **changes: Any) -> Any:
         "max_completion_length": 8,
         "max_steps": 6,
         "learning_rate": 1e-2,
+        # Adam divides by |gradient| + epsilon: with 1e-8 a gradient that is 0 but for rounding moves its weight by
+        # the whole learning rate, in a random direction.
+        "adam_epsilon": 1e-4,
         "beta": 0.05,
         "temperature": 0.9,
         "logging_steps": 1,
@@ -118,18 +121,22 @@ def arguments(out: Path, config_class: type, **changes: Any) -> Any:
     return config_class(**values)
 
 
-def train(trainer_class: type, args: Any, path: str, *, resume: Any = None, **options: Any) -> Any:
-    """(trainer, logs per step, parameters) after training."""
-    steps = Steps()
-    trainer = trainer_class(
+def make(trainer_class: type, args: Any, path: str, **options: Any) -> Any:
+    """A trainer on the tiny model, prompts and rewards."""
+    return trainer_class(
         model=options.pop("model", path),
         args=args,
         reward_funcs=options.pop("reward", even_words),
         train_dataset=options.pop("dataset", None) or prompts(),
         processing_class=tokenizer(),
-        callbacks=[steps],
         **options,
     )
+
+
+def train(trainer_class: type, args: Any, path: str, *, resume: Any = None, **options: Any) -> Any:
+    """(trainer, logs per step, parameters) after training."""
+    steps = Steps()
+    trainer = make(trainer_class, args, path, callbacks=[steps], **options)
     trainer.train(resume_from_checkpoint=resume)
     state = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return trainer, steps.logs, state

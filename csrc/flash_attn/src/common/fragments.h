@@ -131,10 +131,15 @@ __device__ __forceinline__ LaneAddress<kCols> lane_b_transposed(uint32_t base, i
     return {base, lane % 16, first_chunk + lane / 16};
 }
 
+struct NoWork {
+    __device__ void operator()(int) const {}
+};
+
 // acc += A B. load_a(kk, registers of all MT row tiles), load_b(kk, np, registers of two 8-column tiles); both are
-// called one step ahead of their use, so that the reads hide behind the products.
-template <typename Element, int KK, int MT, int NT, typename LoadA, typename LoadB>
-__device__ __forceinline__ void gemm(float (&acc)[MT][NT][4], LoadA load_a, LoadB load_b) {
+// called one step ahead of their use, so that the reads hide behind the products. meanwhile(step), called once in each of
+// the KK NT / 2 steps, is work of the other pipes to be mixed in.
+template <typename Element, int KK, int MT, int NT, typename LoadA, typename LoadB, typename Meanwhile = NoWork>
+__device__ __forceinline__ void gemm(float (&acc)[MT][NT][4], LoadA load_a, LoadB load_b, Meanwhile meanwhile = {}) {
     static_assert(NT % 2 == 0);
     constexpr int NP = NT / 2;
     uint32_t a[2][MT][4], b[2][4];
@@ -158,6 +163,7 @@ __device__ __forceinline__ void gemm(float (&acc)[MT][NT][4], LoadA load_a, Load
                                           c[0], c[1], c[2], c[3]);
                 }
             }
+            meanwhile(step);
         }
     }
 }

@@ -6,6 +6,8 @@
 
 #include <cmath>
 
+#include "fragments.h"
+
 namespace flash_attn {
 
 constexpr float kLog2E = 1.4426950408889634f;
@@ -50,55 +52,87 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) m[mt][0] = m[mt][1] = -INFINITY, l[mt][0] = l[mt][1] = 0.f;
     }
+};
 
-    // S to P in place; O rescaled where needed. Rows that have seen no key keep m = -inf and P = 0.
-    template <int NT, int NO>
-    __device__ __forceinline__ void step(float (&s)[MT][NT][4], float (&o)[MT][NO][4], float scale_log2) {
-        float peak[MT][2];
-        bool grown = false;
+// The softmax of one score tile, S to P packed as the A operand of P V, cut in three kinds of steps without branches so that
+// they mix with the products of another tile: maxima of all units, one update, exponentials of all units. A unit is a 16x8
+// accumulator tile. Rows that have seen no key keep m = -inf and P = 0.
+template <typename Element, int MT, int NT>
+struct SoftmaxTile {
+    static constexpr int kUnits = MT * NT;
+    OnlineSoftmax<MT>& state;
+    float (&s)[MT][NT][4];
+    uint32_t (&p)[NT / 2][MT][4];
+    float const scale_log2;
+    float row[MT][2];     // maxima, then what to subtract
+    float factor[MT][2];  // of the old O and l
+    bool raised = false;  // some factor is not 1
+
+    __device__ SoftmaxTile(OnlineSoftmax<MT>& state_, float (&s_)[MT][NT][4], uint32_t (&p_)[NT / 2][MT][4], float scale_log2_)
+        : state(state_), s(s_), p(p_), scale_log2(scale_log2_) {
 #pragma unroll
-        for (int mt = 0; mt < MT; ++mt) {
+        for (int mt = 0; mt < MT; ++mt) row[mt][0] = row[mt][1] = -INFINITY;
+    }
+    __device__ __forceinline__ void maxima(int first, int last) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x = fmaxf(s[mt][0][2 * half], s[mt][0][2 * half + 1]);
-#pragma unroll
-                for (int nt = 1; nt < NT; ++nt) x = fmaxf(x, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
-                peak[mt][half] = quad_max(x) * scale_log2;
-                grown |= peak[mt][half] > m[mt][half] + kSlack;
-            }
+        for (int unit = first; unit < last; ++unit) {
+            float const(&x)[4] = s[unit % MT][unit / MT];
+            float(&peak)[2] = row[unit % MT];
+            peak[0] = fmaxf(peak[0], fmaxf(x[0], x[1])), peak[1] = fmaxf(peak[1], fmaxf(x[2], x[3]));
         }
-        if (__any_sync(0xffffffffu, grown)) rescale(peak, o);
+    }
+    __device__ __forceinline__ void update() {
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float const shift = m[mt][half] == -INFINITY ? 0.f : m[mt][half];
-#pragma unroll
-                for (int nt = 0; nt < NT; ++nt) {
-#pragma unroll
-                    for (int j = 2 * half; j < 2 * half + 2; ++j) {
-                        s[mt][nt][j] = exp2_fast(fmaf(s[mt][nt][j], scale_log2, -shift));
-                        l[mt][half] += s[mt][nt][j];
-                    }
-                }
+                float const peak = quad_max(row[mt][half]) * scale_log2, old = state.m[mt][half];
+                bool const grown = peak > old + OnlineSoftmax<MT>::kSlack;
+                float const now = grown ? peak : old;
+                factor[mt][half] = grown ? exp2_fast(old - now) : 1.f;
+                row[mt][half] = now == -INFINITY ? 0.f : now;
+                state.m[mt][half] = now;
+                state.l[mt][half] *= factor[mt][half];
+                raised |= grown;
             }
         }
     }
-
-    template <int NO>
-    __device__ __forceinline__ void rescale(float const (&peak)[MT][2], float (&o)[MT][NO][4]) {
+    __device__ __forceinline__ void exponentials(int first, int last) {
 #pragma unroll
-        for (int mt = 0; mt < MT; ++mt) {
+        for (int unit = first; unit < last; ++unit) {
+            int const mt = unit % MT, nt = unit / MT;
+            float x[4];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float const raised = fmaxf(m[mt][half], peak[mt][half]);
-                float const factor = raised == -INFINITY ? 1.f : exp2_fast(m[mt][half] - raised);
-                m[mt][half] = raised;
-                l[mt][half] *= factor;
-#pragma unroll
-                for (int no = 0; no < NO; ++no) o[mt][no][2 * half] *= factor, o[mt][no][2 * half + 1] *= factor;
+            for (int j = 0; j < 4; ++j) {
+                x[j] = exp2_fast(fmaf(s[mt][nt][j], scale_log2, -row[mt][j / 2]));
+                state.l[mt][j / 2] += x[j];
             }
+            p[nt / 2][mt][nt % 2 * 2] = pack<Element>(x[0], x[1]);
+            p[nt / 2][mt][nt % 2 * 2 + 1] = pack<Element>(x[2], x[3]);
         }
+    }
+    // Step `step` of kSteps that together do everything.
+    template <int kSteps>
+    __device__ __forceinline__ void slice(int step) {
+        constexpr int kMaxima = kSteps * 3 / 10;
+        static_assert(kMaxima > 0 && kSteps - kMaxima > 1);
+        if (step < kMaxima) {
+            maxima(kUnits * step / kMaxima, kUnits * (step + 1) / kMaxima);
+            return;
+        }
+        if (step == kMaxima) update();
+        int const at = step - kMaxima - 1;
+        if (at >= 0) exponentials(kUnits * at / (kSteps - kMaxima - 1), kUnits * (at + 1) / (kSteps - kMaxima - 1));
+    }
+    template <int NO>
+    __device__ __forceinline__ void rescale(float (&o)[MT][NO][4]) const {
+        if (!__any_sync(0xffffffffu, raised)) return;
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int no = 0; no < NO; ++no)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) o[mt][no][j] *= factor[mt][j / 2];
     }
 };
 
