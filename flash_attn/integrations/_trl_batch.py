@@ -49,7 +49,8 @@ class HostRows(NamedTuple):
 class SharedStep(NamedTuple):
     """One log-prob pass over a trainer's rows: its packs, and its cost beside the replicated one.
 
-    `rows[i]`: the trainer's rows of pack i. `over_budget`: rows that exceed the budget alone.
+    `rows[i]`: the trainer's rows of pack i. `over_budget`: rows that exceed the budget alone. `shares_nothing`:
+    no prompt stands in two rows.
     """
 
     packs: list[PackedBatch]
@@ -57,6 +58,7 @@ class SharedStep(NamedTuple):
     shared_cost: float
     replicated_cost: float
     over_budget: tuple[int, ...]
+    shares_nothing: bool
 
     @classmethod
     def of(
@@ -75,12 +77,10 @@ class SharedStep(NamedTuple):
         padded = GroupLens(max(width, 1), (total_width - width,) * num_rows)
         replicated_cost = cost_model.cost([padded], shared=False, num_calls=-(-num_rows // batch_size))
         packs = [host.pack(m.rows) for m in micro_batches]
-        return cls(packs, [m.rows for m in micro_batches], shared_cost, replicated_cost, plan.over_budget)
-
-    @property
-    def shares_nothing(self) -> bool:
-        """No prompt stands in two rows."""
-        return all(len(rows) == 1 for p in self.packs for rows in p.rows)
+        return cls(
+            packs, [m.rows for m in micro_batches], shared_cost, replicated_cost, plan.over_budget,
+            shares_nothing=all(len(rows) == 1 for rows in groups.rows),
+        )  # fmt: skip
 
     @property
     def num_packed_tokens(self) -> int:

@@ -51,6 +51,7 @@ class SharedPromptMixin(GroupShuffleMixin):
     model: torch.nn.Module
     ref_model: torch.nn.Module | None
     accelerator: Any
+    args: Any
     _metrics: dict[str, Any]
 
     def __init__(
@@ -62,6 +63,10 @@ class SharedPromptMixin(GroupShuffleMixin):
         super().__init__(*args, **kwargs)
         models = [m for m in (self.model, self.ref_model) if m is not None]
         self._refusal = next((r for r in map(refusal, models) if r is not None), None)
+        if getattr(self.args, "use_transformers_continuous_batching", False):
+            self._refusal = "use_transformers_continuous_batching generates with a paged attention of its own"
+        if getattr(self, "_is_vlm", False):
+            self._refusal = "vision-language models take multimodal inputs"
         if self._refusal is None:
             for model in models:
                 use_dualkv(model)
@@ -147,6 +152,7 @@ class SharedPromptMixin(GroupShuffleMixin):
     def _shared_pass(self, call: _Pass, step: SharedStep, num_forwards: int) -> LogProbs:
         """What the parent's method returns, from `num_forwards` packed forwards."""
         log_probs, entropies, aux_losses = [], [], []
+        nothing: Any = 0.0  # keeps forwards without scored tokens in the graph: DDP waits for their gradients
         for packed in step.packs:
             outputs = self._packed_outputs(call, packed)
             log_probs.append(outputs.log_probs[0].index_select(0, packed.pred_index))
@@ -154,9 +160,11 @@ class SharedPromptMixin(GroupShuffleMixin):
                 entropies.append(outputs.entropy[0].index_select(0, packed.pred_index))
             if call.compute_aux_loss:
                 aux_losses.append(outputs.aux_loss)
-        rows = step.in_rows(log_probs)
-        for _ in range(num_forwards - len(step.packs)):  # others have more: join their collectives
-            rows = rows + 0 * self._packed_outputs(call, step.packs[-1]).log_probs.sum()
+            if packed.layout.num_response_tokens == 0:
+                nothing = nothing + 0 * outputs.log_probs.sum()
+        for _ in range(num_forwards - len(step.packs)):  # other processes have more: join their collectives
+            nothing = nothing + 0 * self._packed_outputs(call, step.packs[-1]).log_probs.sum()
+        rows = step.in_rows(log_probs) + nothing
         return (
             rows,
             step.in_rows(entropies) if call.compute_entropy else None,
