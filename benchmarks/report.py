@@ -52,9 +52,10 @@ def policy_update(record: dict[str, Any]) -> str:
     rows = [("", "replicated", "shared", "replicated / shared"), *table_rows(record)]
     image = (RESULTS / "cpu" / "policy_update.png").relative_to(ROOT).as_posix()
     busy = machine["load_average"] > machine["num_threads"] + 0.5
+    threads = f"{machine['num_threads']} thread" + "s" * (machine["num_threads"] > 1)
     return f"""\
 One GRPO update of {case["model"]}: {case["num_groups"]} prompts of {min(lengths)} to {max(lengths)} tokens,
-{case["num_responses"]} responses each, {case["dtype"]}, {machine["num_threads"]} threads of {machine["cpu"]}
+{case["num_responses"]} responses each, {case["dtype"]}, {threads} of {machine["cpu"]}
 (torch {machine["torch"]}, transformers {machine["transformers"]}, {machine["date"]}\
 {f"; other work ran beside it, load average {machine['load_average']}" if busy else ""}).
 

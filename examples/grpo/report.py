@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .compare import Differences, Tolerance
-from .update import Group, Update
+if TYPE_CHECKING:  # drawing from JSON needs no model
+    from .compare import Differences, Tolerance
+    from .update import Group, Update
 
 
 def as_record(
