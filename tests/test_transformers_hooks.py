@@ -88,6 +88,49 @@ def test_a_lost_layout_is_noticed_without_a_receipt() -> None:
         _logits(model, packed)
 
 
+# Wrappers
+
+
+@pytest.fixture
+def _one_process(tmp_path: Path) -> Any:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2 bf16"])
+@pytest.mark.usefixtures("_one_process")
+def test_data_parallel_wrappers_pass_the_layout_whole(wrapper: str) -> None:
+    """With checkpointing. Mixed precision must leave positions alone: bf16 has no odd numbers above 256."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    rows = ((list(range(3, 60)) * 5, [9, 8, 7]), (list(range(3, 60)) * 5, [5, 5, 6, 8]))
+    packed = packed_batch(rows=rows)
+    dtype, tolerance = (torch.bfloat16, 0.1) if "bf16" in wrapper else (torch.float32, 1e-5)
+    plain = model_of("qwen3", "dualkv", max_position_embeddings=512).train()
+    expected = dualkv.packed_forward(plain, packed).logits
+    expected.square().mean().backward()
+    model = model_of("qwen3", "dualkv", max_position_embeddings=512).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if wrapper == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer.self_attn, mesh=mesh, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    logits = dualkv.packed_forward(model, packed).logits
+    logits.float().square().mean().backward()
+    assert logits.dtype == dtype and (logits - expected).norm() <= tolerance * expected.norm()
+    smallest = 1e-2 * max(p.grad.norm() for p in plain.parameters())
+    for x, y in zip(model.parameters(), plain.parameters(), strict=True):
+        grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
+        assert (grad - y.grad).norm() <= tolerance * max(y.grad.norm(), smallest)
+
+
 # inject
 
 

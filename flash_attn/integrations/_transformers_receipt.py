@@ -60,7 +60,8 @@ class Receipt:
                 f"{len(self._names) - len(missing)} of {len(self._names)} attention layers used the "
                 f"shared-prompt layout; the result is wrong. Missing: {', '.join(missing[:8])}"
                 f'{", ..." if missing[8:] else ""}. Is the attention implementation "dualkv" (register) or '
-                "wrapped (wrap), and does the model pass dualkv_layout on (else: inject)?"
+                "wrapped (wrap), and does the model pass dualkv_layout on (else: inject)? Layers inside a "
+                "graph of torch.compile cannot be counted: call the model itself with dualkv_layout=."
             )
 
 

@@ -56,9 +56,9 @@ def unwrap(model: Any) -> Any:
 
 def text_backbone(model: torch.nn.Module) -> Any:
     """The module that turns token ids into hidden states, without the LM head."""
-    model = unwrap(model)
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return unwrap(decoder if decoder is not None else getattr(model, "base_model", model))
+    base = unwrap(model)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
+    return unwrap(decoder if decoder is not None else getattr(base, "base_model", base))
 
 
 def attention_modules(backbone: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
