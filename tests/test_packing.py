@@ -7,6 +7,7 @@ part in it.
 
 import random
 import re
+import warnings
 
 import pytest
 import torch
@@ -381,6 +382,25 @@ def test_to_moves_every_tensor():
     tensors = [v for name in packed.__slots__ if isinstance(v := getattr(packed, name), torch.Tensor)]
     assert len(tensors) == 8 and all(t.is_meta for t in tensors) and packed.layout.segments.is_meta
     assert pack([[1]], [[2]], device="meta").input_ids.is_meta
+
+
+@pytest.mark.gpu
+def test_packing_on_a_gpu_waits_for_it_once():
+    batch = Batch(0)
+    on_cpu, p = batch.pack(), batch.prompt_width
+    ids, mask = batch.ids.cuda(), batch.mask.cuda()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            packed = pack(ids[:, :p], ids[:, p:], prompt_mask=mask[:, :p], response_mask=mask[:, p:])
+            values = unpack_responses(pack_responses(torch.ones(7, 5, device="cuda"), packed), packed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in found if "synchronizing" in str(w.message)]) == 1
+    assert packed.input_ids.is_cuda and packed.layout.segments.is_cuda and values.is_cuda
+    for name in ("input_ids", "position_ids", "labels", "pred_index", "grid_to_packed"):
+        assert torch.equal(getattr(packed, name).cpu(), getattr(on_cpu, name))
 
 
 IDS, MASK = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, dtype=torch.int64)
