@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from transformers_models import (
+    BASE,
     MODELS,
+    config_of,
     exact_double,
     gradients,
     model_of,
@@ -22,6 +24,7 @@ from transformers_models import (
 )
 
 from flash_attn.integrations import transformers as dualkv
+from flash_attn.shared_prompt import unpack
 
 Result = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
 
@@ -191,3 +194,58 @@ def test_lora_model_gets_the_gradients_of_rows() -> None:
         expected = gradients(model, row_log_probs(model))
     assert expected and all("lora_" in name for name in expected)
     assert max(relative_errors(grads, expected).values()) < 1e-9
+
+
+def _vision(**changes: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {**sizes, "image_size": 8, "patch_size": 4, **changes}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3", "llava"])
+def test_text_packs_of_multimodal_models(kind: str) -> None:
+    """Three-dimensional rotary positions, image masks and other wrappers around a text model; no images."""
+    import transformers
+
+    text = {k: v for k, v in BASE.items() if k != "initializer_range"}
+    if kind == "qwen2_vl":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        vision = {
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+        }
+        config = transformers.Qwen2VLConfig(
+            text_config={**text, "rope_parameters": rope}, vision_config=vision
+        )
+    elif kind == "gemma3":
+        text.update(MODELS["gemma3_text"])
+        config = transformers.Gemma3Config(text_config=text, vision_config=_vision(), mm_tokens_per_image=4)
+    else:
+        config = transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**text),
+            vision_config=transformers.CLIPVisionConfig(**_vision(projection_dim=16)),
+        )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    expected = row_log_probs(model)
+    model.set_attn_implementation("dualkv")
+    for x, y in zip(packed_log_probs(model, packed_batch()), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_value_heads_of_critics() -> None:
+    from transformers import AutoModelForTokenClassification
+
+    packed = packed_batch()
+    torch.manual_seed(0)
+    model = AutoModelForTokenClassification.from_config(
+        config_of("qwen2", num_labels=1), attn_implementation="dualkv"
+    ).eval()
+    values = unpack(dualkv.packed_forward(model, packed).logits[0, :, 0], packed)
+    model.set_attn_implementation("eager")
+    for (prompt, response), found in zip(rows_of_batch(), values, strict=True):
+        expected = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, :, 0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
