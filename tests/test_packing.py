@@ -1,5 +1,4 @@
-"""Packing against plain Python: grouping by content, every map between the caller's grid and the pack, and
-bad input.
+"""Packing against plain Python: every map between the caller's grid and the pack, and bad input.
 
 The oracle is the list of replicated rows with their masked tokens left out; no function of the package takes
 part in it.
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from flash_attn.shared_prompt import (
-    group_by_prompt,
     pack,
     pack_responses,
     pack_tokens,
@@ -245,92 +243,6 @@ def test_only_equal_prompts_with_equal_keys_share():
     assert unshared.token_ratio == 1.0 and unshared.num_packed_tokens == unshared.num_replicated_tokens == 19
 
 
-def test_equal_hashes_are_compared(monkeypatch):
-    from flash_attn.shared_prompt import grouping
-
-    monkeypatch.setattr(grouping, "_hashes", lambda prompts: [0] * len(prompts))
-    assert group_by_prompt([[1, 2], [2, 1], [1, 2]]).rows == [[0, 2], [1]]
-
-
-def test_group_by_prompt_reads_lengths_or_masks():
-    ids = torch.tensor([[1, 2, 9], [1, 2, 8], [7, 1, 2]])
-    assert group_by_prompt(ids).rows == [[0], [1], [2]]
-    assert group_by_prompt(ids, prompt_lens=[2, 2, 2]) == ([[0, 1], [2]], [2, 2])
-    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 1, 1]])
-    assert group_by_prompt(ids, attention_mask=mask).rows == [[0, 1, 2]]
-    assert group_by_prompt([[1, 2, 3], [1, 2]], prompt_lens=torch.tensor([2, 2])).rows == [[0, 1]]
-
-
-def stored_tokens(prompts, groups, fork):
-    """Prompt tokens that a grouping stores, from its definition."""
-    prefixes = [min(len(prompts[r]) for r in rows) for rows in groups]
-    for g, rows in enumerate(groups):
-        while any(prompts[r][: prefixes[g]] != prompts[rows[0]][: prefixes[g]] for r in rows):
-            prefixes[g] -= 1
-    if min(prefixes) == 0:
-        return None
-    return sum(
-        n + sum(len(prompts[r]) - n for r in rows) + fork * (len(rows) - 1)
-        for n, rows in zip(prefixes, groups, strict=True)
-    )
-
-
-def partitions(items):
-    if not items:
-        yield []
-        return
-    for rest in partitions(items[1:]):
-        yield [[items[0]], *rest]
-        for i, part in enumerate(rest):
-            yield [*rest[:i], [items[0], *part], *rest[i + 1 :]]
-
-
-@pytest.mark.parametrize("boundary", BOUNDARIES)
-@pytest.mark.parametrize("seed", range(12))
-def test_longest_common_prefix_stores_the_fewest_tokens(seed, boundary):
-    rng, fork = random.Random(seed), int(boundary == "fork")
-    prompts = [[rng.randint(0, 1) for _ in range(rng.randint(1, 6))] for _ in range(6)]
-    groups = group_by_prompt(prompts, longest_common_prefix=True, boundary=boundary)
-    best = min(
-        n for parts in partitions(list(range(6))) if (n := stored_tokens(prompts, parts, fork)) is not None
-    )
-    assert stored_tokens(prompts, groups.rows, fork) == best
-    for rows, prefix in zip(groups.rows, groups.prefix_lens, strict=True):
-        assert rows == sorted(rows) and len({tuple(prompts[r][:prefix]) for r in rows}) == 1
-
-
-@pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_a_pair_with_a_token_merged_across_the_boundary_is_one_group(boundary):
-    chosen, rejected = (
-        [1, 2, 3, 4, 40],
-        [1, 2, 3, 4, 41, 42],
-    )  # the tokenizer merged the prompt's end with the response
-    packed = pack([chosen, rejected], [[7, 8], [9]], longest_common_prefix=True, boundary=boundary)
-    assert (
-        packed.rows == ((0, 1),)
-        and packed.layout.prompt_lens == (4,)
-        and packed.layout.response_lens == ((3, 3),)
-    )
-    assert packed.labels.tolist() == [7, 8, 9]  # the rest of the prompt is attended, not trained on
-    assert packed.input_ids[0, packed.pred_index].tolist() == [40, 7, 42]
-    assert [r.tolist() for r in unpack(packed.input_ids[0], packed)] == [[*chosen, 7, 8], [*rejected, 9]]
-    assert pack([chosen, rejected], [[7, 8], [9]], boundary=boundary).rows == ((0,), (1,))
-    keyed = pack(
-        [chosen, rejected], [[7, 8], [9]], longest_common_prefix=True, keys=["a", "b"], boundary=boundary
-    )
-    assert keyed.rows == ((0,), (1,))
-
-
-def test_nothing_is_shared_without_gain():
-    groups = group_by_prompt(
-        [[1, 2, 3], [1, 5, 6]], longest_common_prefix=True
-    )  # a shared BOS alone saves nothing
-    assert groups.rows == [[0], [1]] and groups.prefix_lens == [3, 3]
-    assert group_by_prompt(
-        [[1, 2, 3], [1, 5, 6]], longest_common_prefix=True, boundary="shared"
-    ).prefix_lens == [1]
-
-
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_empty_and_one_token_rows(boundary):
     packed = pack([[4], [4], [5]], [[], [], []], boundary=boundary)
@@ -499,7 +411,7 @@ def test_bad_batches_are_refused(arguments, error, message):
         pack(**arguments)
 
 
-def test_bad_values_and_groupings_are_refused():
+def test_values_of_another_batch_are_refused():
     packed, lists = pack(IDS, IDS), pack([[1, 2]], [[3]])
     with pytest.raises(
         ValueError, match=re.escape("values must be (num_rows, ...) = (8,) first, got [1, 8]")
@@ -521,11 +433,3 @@ def test_bad_values_and_groupings_are_refused():
         ValueError, match=re.escape("values must have one value per token of each row [1], got [2]")
     ):
         pack_responses([torch.zeros(2)], lists)
-    with pytest.raises(ValueError, match=re.escape("ids must be (num_rows, width), got [2]")):
-        group_by_prompt(IDS[0])
-    with pytest.raises(ValueError, match="prompt_lens and attention_mask must not both be given"):
-        group_by_prompt(IDS, prompt_lens=[1, 1], attention_mask=MASK)
-    with pytest.raises(ValueError, match=re.escape("prompt_lens must be (2,), got [1]")):
-        group_by_prompt(IDS, prompt_lens=[1])
-    with pytest.raises(ValueError, match=re.escape("prompt_lens[1] must be at most 2, got 3")):
-        group_by_prompt(IDS, prompt_lens=[1, 3])

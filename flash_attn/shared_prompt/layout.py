@@ -62,6 +62,7 @@ class _PlanArguments(NamedTuple):
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on `device`, without waiting for a GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)  # a pageable copy would wait for the GPU
     return tensor.to(device)
