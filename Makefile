@@ -6,12 +6,13 @@ TORCH  ?= torch==2.13.0
 ARGS   ?=
 
 BIN   := $(VENV)/bin
-PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TRL_VENV := $(VENV)-trl
+PIP   := bin/python -m pip install --quiet --disable-pip-version-check
 GPU   = $(shell nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr 'A-Z ' 'a-z_' | sed 's/nvidia_//')
 LOCAL_TESTS := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu install wheel kernels bench bench-full report lint clean
+.PHONY: help demo test test-trl test-gpu install wheel kernels bench bench-full report lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -21,6 +22,9 @@ demo: $(VENV)/demo.stamp  ## one GRPO update of a real model, replicated and sha
 
 test: $(VENV)/test.stamp  ## the CPU tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(LOCAL_TESTS)" $(ARGS)
+
+test-trl: $(TRL_VENV)/trl.stamp  ## the tests of the TRL trainers, in an environment of their own
+	$(TRL_VENV)/bin/python -m pytest tests/trl -m "$(LOCAL_TESTS)" $(ARGS)
 
 test-gpu:  ## the GPU tests, both code paths, in the Python that runs; writes benchmarks/results/<gpu>/tests.json
 	$(PYTHON) setup.py -q build_ext --inplace
@@ -50,28 +54,34 @@ lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/mypy
 
 clean:  ## remove what the other targets made, the environment too
-	rm -rf "$(VENV)" build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf "$(VENV)" "$(TRL_VENV)" build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and by version, so that no resolver picks a newer one of several gigabytes; then this package without
 # CUDA and without isolation, so that it sees that torch.
-$(VENV)/base.stamp: pyproject.toml setup.py requirements/pins.txt
-	@echo "Creating $(VENV) with $(TORCH) (a few minutes, once)"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) "$(TORCH)" "setuptools>=77" wheel
-	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(PIP) -c requirements/pins.txt --no-build-isolation -e .
+%/base.stamp: pyproject.toml setup.py requirements/pins.txt
+	@echo "Creating $* with $(TORCH) (a few minutes, once)"
+	test -x $*/bin/python || $(PYTHON) -m venv $*
+	$*/$(PIP) "$(TORCH)" "setuptools>=77" wheel
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $*/$(PIP) -c requirements/pins.txt --no-build-isolation -e .
+	@touch $@
+
+.PRECIOUS: %/base.stamp
+
+$(TRL_VENV)/trl.stamp: $(TRL_VENV)/base.stamp
+	$(TRL_VENV)/$(PIP) -c requirements/pins.txt trl peft datasets accelerate pytest
 	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/base.stamp requirements/tasks.txt requirements/demo-no-deps.txt
-	$(PIP) -c requirements/pins.txt transformers gguf accelerate matplotlib tqdm psutil -r requirements/tasks.txt
-	$(PIP) --no-deps -r requirements/demo-no-deps.txt
+	$(VENV)/$(PIP) -c requirements/pins.txt transformers gguf accelerate matplotlib tqdm psutil -r requirements/tasks.txt
+	$(VENV)/$(PIP) --no-deps -r requirements/demo-no-deps.txt
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(PIP) -c requirements/pins.txt pytest pytest-xdist
+	$(VENV)/$(PIP) -c requirements/pins.txt pytest pytest-xdist peft
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp
-	$(PIP) -c requirements/pins.txt ruff mypy build ninja nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
-	$(PIP) --no-deps -c requirements/pins.txt nvidia-cutlass
+	$(VENV)/$(PIP) -c requirements/pins.txt ruff mypy build ninja nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	$(VENV)/$(PIP) --no-deps -c requirements/pins.txt nvidia-cutlass
 	@touch $@
