@@ -6,6 +6,9 @@
 Also: `log_probs_of_batch` (what a policy loss needs), `require_supported` (before anything runs), `inject`
 and `wrap` (for frameworks that drop kwargs or overwrite names). Without a layout "dualkv" is
 FlashAttention: training, padding, generation.
+
+Attention dropout is refused. Dropout elsewhere (hidden states, LoRA) draws one mask for a stored prompt,
+which its responses share: the same expectation as separate copies, another variance.
 """
 
 from __future__ import annotations
