@@ -15,12 +15,12 @@ from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_batch import HostRows, SharedStep
 from flash_attn.integrations._trl_cost import calibrate_passes, flop_cost_model
+from flash_attn.integrations._trl_models import IMPLEMENTATION, refusal, use_dualkv
 from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats
 from flash_attn.integrations._trl_shuffle import GroupShuffleMixin
-from flash_attn.integrations.transformers import packed_forward, register, require_supported
+from flash_attn.integrations.transformers import packed_forward, register
 from flash_attn.shared_prompt.cost_model import CostModel
 
-IMPLEMENTATION = "dualkv"
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -189,22 +189,3 @@ class SharedPromptMixin(GroupShuffleMixin):
             raise NotImplementedError(f"calibrate needs a model that can share prompts: {self._refusal}")
         self._cost_model = calibrate_passes(self, max_tokens or 8192, max_seconds)
         return self._cost_model
-
-
-def refusal(model: torch.nn.Module) -> str | None:
-    """Why this model cannot run on packs; None where it can."""
-    peft_config = getattr(model, "active_peft_config", None)
-    if getattr(peft_config, "is_prompt_learning", False):
-        return f"{type(peft_config).__name__} adds virtual tokens in front of each row"
-    try:
-        require_supported(model, training=True)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
-def use_dualkv(model: torch.nn.Module) -> None:
-    """Sets the model's attention to "dualkv" unless it is."""
-    base: Any = unwrap(model)
-    if base.config.get_text_config()._attn_implementation != IMPLEMENTATION:
-        base.set_attn_implementation(IMPLEMENTATION)

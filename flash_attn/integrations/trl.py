@@ -9,14 +9,16 @@ rounding.
 
 from __future__ import annotations
 
-from trl import GRPOTrainer, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
+from flash_attn.integrations._trl_dpo import SharedPairsMixin
 from flash_attn.integrations._trl_policy import SharedPromptMixin
 from flash_attn.integrations._trl_settings import SharedPromptSettings, SharedPromptWarning, SharingStats
 from flash_attn.integrations._trl_shuffle import GroupShuffleMixin
 
 __all__ = [
-    "SharedPromptGRPOTrainer", "SharedPromptRLOOTrainer", "SharedPromptMixin", "GroupShuffleMixin",
+    "SharedPromptGRPOTrainer", "SharedPromptRLOOTrainer", "SharedPromptDPOTrainer", "SharedPromptMixin",
+    "SharedPairsMixin", "GroupShuffleMixin",
     "SharedPromptSettings", "SharedPromptWarning", "SharingStats",
 ]  # fmt: skip
 
@@ -27,3 +29,7 @@ class SharedPromptGRPOTrainer(SharedPromptMixin, GRPOTrainer):
 
 class SharedPromptRLOOTrainer(SharedPromptMixin, RLOOTrainer):
     """`trl.RLOOTrainer` with shared prompts."""
+
+
+class SharedPromptDPOTrainer(SharedPairsMixin, DPOTrainer):
+    """`trl.DPOTrainer` with shared prompts."""

@@ -95,7 +95,7 @@ def test_rows_without_a_common_prompt_and_empty_prompts_fall_back(folder):
 def test_prompt_learning_and_paged_generation_are_refused(folder):
     from peft import PromptTuningConfig
 
-    from flash_attn.integrations._trl_policy import refusal
+    from flash_attn.integrations._trl_models import refusal
 
     trainer = tiny_trainer(folder, peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     assert "PromptTuningConfig adds virtual tokens" in str(refusal(trainer.model))

@@ -94,7 +94,7 @@ class Steps(TrainerCallback):
 
 
 def arguments(out: Path, config_class: type, **changes: Any) -> Any:
-    """Six optimizer steps of two micro-batches; dropout 0, KL on, logs at every step."""
+    """Six optimizer steps of two micro-batches; dropout 0, KL on, logs at every step. None: left out."""
     values = {
         "output_dir": str(out),
         "per_device_train_batch_size": 4,
@@ -118,7 +118,7 @@ def arguments(out: Path, config_class: type, **changes: Any) -> Any:
         "bf16": False,
         **changes,
     }
-    return config_class(**values)
+    return config_class(**{name: value for name, value in values.items() if value is not None})
 
 
 def make(trainer_class: type, args: Any, path: str, **options: Any) -> Any:

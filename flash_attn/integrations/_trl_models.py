@@ -1,0 +1,31 @@
+"""Which models of a trainer may run on packs, and their attention set to "dualkv"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flash_attn.integrations._transformers_support import unwrap
+from flash_attn.integrations.transformers import require_supported
+
+IMPLEMENTATION = "dualkv"
+
+
+def refusal(model: torch.nn.Module) -> str | None:
+    """Why this model cannot run on packs; None where it can."""
+    peft_config = getattr(model, "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
+        return f"{type(peft_config).__name__} adds virtual tokens in front of each row"
+    try:
+        require_supported(model, training=True)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def use_dualkv(model: torch.nn.Module) -> None:
+    """Sets the model's attention to "dualkv" unless it is."""
+    base: Any = unwrap(model)
+    if base.config.get_text_config()._attn_implementation != IMPLEMENTATION:
+        base.set_attn_implementation(IMPLEMENTATION)
