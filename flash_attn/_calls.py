@@ -5,8 +5,11 @@ Called by flash_attn_interface.py; the only caller of torch.ops.flash_attn.fwd.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn import _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
 
@@ -15,6 +18,8 @@ Output = Tensor | tuple[Tensor, Tensor, Tensor]
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast attention runs in autocast's dtype, as F.scaled_dot_product_attention does."""
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return tensors  # refused by the checks
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
@@ -102,6 +107,33 @@ def dense(
     return out, lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous(), _no_dropout_mask(out)
 
 
+_segments: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # cu_seqlens_q -> what its segments were made of, and they
+
+
+def varlen_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: int = 0) -> Tensor:
+    """The segments of packed sequences. One tensor for all layers that share cu_seqlens: backends remember by
+    it."""
+    # A captured graph must rebuild them at each replay.
+    capturing = cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()
+    remember = not torch.compiler.is_compiling() and not capturing
+    remember = remember and type(cu_seqlens_q) is Tensor and type(cu_seqlens_k) is Tensor
+    remember = remember and not (cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference())
+    key = (id(cu_seqlens_k), cu_seqlens_q._version, cu_seqlens_k._version, context_seqlen) if remember else ()
+    known = _segments.get(cu_seqlens_q) if remember else None
+    if known is not None and known[0] == key and known[1]() is cu_seqlens_k:
+        return known[2]
+    zero = torch.zeros_like(cu_seqlens_q[1:])
+    context_end = torch.full_like(zero, context_seqlen) if context_seqlen else zero
+    segments = torch.stack(
+        [cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, context_end, cu_seqlens_k[:-1], cu_seqlens_k[1:]], 1
+    )
+    if remember:
+        _segments[cu_seqlens_q] = (key, weakref.ref(cu_seqlens_k), segments)
+    return segments
+
+
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
@@ -119,10 +151,9 @@ def varlen(
         (names[1], cu_seqlens_k, k.shape[0], names[3], max_seqlen_k),
         q.device,
     )
-    zero = torch.zeros_like(cu_seqlens_q[1:])
-    columns = [cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, zero, cu_seqlens_k[:-1], cu_seqlens_k[1:]]
+    segments = varlen_segments(cu_seqlens_q, cu_seqlens_k)
     out, lse = attention(
-        q, k, v, None, None, torch.stack(columns, 1), None, [], max_seqlen_q, max_seqlen_k,
+        q, k, v, None, None, segments, None, [], max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, window_size, softcap, None, deterministic,
     )  # fmt: skip
     return (out, lse, _no_dropout_mask(out)) if return_attn_probs else out

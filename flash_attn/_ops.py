@@ -93,18 +93,20 @@ def _bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
 def _fwd_cuda(*args: Any) -> tuple[Tensor, Tensor]:
     if backend(args[0].device) != "composed":
         return torch.ops.flash_attn_cuda.fwd(*_planned(args, 0))
-    from flash_attn import composed
+    from flash_attn.composed import forward
 
-    return composed.forward(*args)
+    with torch.autocast("cuda", enabled=False):
+        return forward(*args)
 
 
 @torch.library.impl("flash_attn::bwd", "cuda", lib=_library)
 def _bwd_cuda(*args: Any) -> tuple[Tensor, ...]:
     if backend(args[2].device) != "composed":
         return torch.ops.flash_attn_cuda.bwd(*_planned(args, 2))
-    from flash_attn import composed
+    from flash_attn.composed import backward
 
-    return composed.backward(*args)
+    with torch.autocast("cuda", enabled=False):
+        return backward(*args)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

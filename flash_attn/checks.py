@@ -100,41 +100,39 @@ _Lengths = tuple[str, Tensor, int, str, int]
 
 
 def cu_seqlens_pair(queries: _Lengths, keys: _Lengths, device: torch.device) -> None:
-    """Both cu_seqlens arguments of a call, and that they have one length."""
-    _cu_seqlens(*queries, device)
-    _cu_seqlens(*keys, device)
-    if queries[1].shape != keys[1].shape:
-        raise ValueError(
-            f"{keys[0]} must have {queries[0]}'s length {queries[1].shape[0]}, got {keys[1].shape[0]}"
-        )
-
-
-def _cu_seqlens(
-    name: str, x: Tensor, total: int, max_name: str, max_seqlen: int, device: torch.device
-) -> None:
-    """int32 (batch + 1,) on `device`; where values are read: starts at 0, never falls, ends at or before
-    `total`, and no sequence is longer than `max_seqlen`.
+    """Both cu_seqlens of a call: int32 (batch + 1,) on `device`; where values are read, they start at 0,
+    never fall, end at or before the rows they describe, and no sequence is longer than its max_seqlen.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {x.dtype}")
-    if x.dim() != 1 or x.shape[0] < 2:
-        raise ValueError(f"{name} must be (batch + 1,) with batch >= 1, got {list(x.shape)}")
-    if x.device != device:
-        raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
-    if not values_are_read(x):
-        return
+    for name, x, *_ in (queries, keys):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, got {x.dtype}")
+        if x.dim() != 1 or x.shape[0] < 2:
+            raise ValueError(f"{name} must be (batch + 1,) with batch >= 1, got {list(x.shape)}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+    if queries[1].shape != keys[1].shape:
+        length = queries[1].shape[0]
+        raise ValueError(f"{keys[0]} must have {queries[0]}'s length {length}, got {keys[1].shape[0]}")
+    if values_are_read(queries[1]):
+        _check_values(*queries)
+        _check_values(*keys)
+
+
+def _check_values(name: str, x: Tensor, total: int, max_name: str, max_seqlen: int) -> None:
     values = x.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {_short(values)}")
-    longest = max(b - a for a, b in itertools.pairwise(values))
-    if any(b < a for a, b in itertools.pairwise(values)):
+    lengths = [b - a for a, b in itertools.pairwise(values)]
+    if min(lengths) < 0:
         raise ValueError(f"{name} must not decrease, got {_short(values)}")
     if values[-1] > total:
         raise ValueError(f"{name} must end at or before the {total} rows it describes, got {_short(values)}")
-    if longest > max_seqlen:
-        raise ValueError(f"{max_name} must be at least the longest sequence ({longest}), got {max_seqlen}")
+    if max(lengths) > max_seqlen:
+        raise ValueError(
+            f"{max_name} must be at least the longest sequence ({max(lengths)}), got {max_seqlen}"
+        )
 
 
 def sinks(x: Tensor | None, q: Tensor) -> None:

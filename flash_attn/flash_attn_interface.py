@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from flash_attn import checks
-from flash_attn._calls import Output, attention, autocast, dense, unbind, varlen
+from flash_attn._calls import Output, attention, autocast, dense, unbind, varlen, varlen_segments
 
 if TYPE_CHECKING:
     from flash_attn.shared_prompt import SharedPromptLayout
@@ -277,13 +276,9 @@ def flash_attn_dualkv_varlen_func(
         ),
         q.device,
     )
-    zero = torch.zeros_like(cu_seqlens_q[1:])
-    columns = [
-        cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, torch.full_like(zero, context_seqlen),
-        cu_seqlens_k_decoded[:-1], cu_seqlens_k_decoded[1:],
-    ]  # fmt: skip
+    segments = varlen_segments(cu_seqlens_q, cu_seqlens_k_decoded, context_seqlen)
     out, lse = attention(
-        q, k_decoded, v_decoded, k_context, v_context, torch.stack(columns, 1), None, [],
+        q, k_decoded, v_decoded, k_context, v_context, segments, None, [],
         max_seqlen_q, max_seqlen_k_decoded, softmax_scale, causal, window_size, softcap, sinks, deterministic,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
