@@ -40,9 +40,8 @@ def environment() -> dict[str, Any]:
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout.split()
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = git.stdout.strip() if git.returncode == 0 else ""
     loaded = _backend._load_library() is None
     return {
         "gpu": torch.cuda.get_device_name(),
