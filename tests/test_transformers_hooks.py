@@ -131,6 +131,27 @@ def test_data_parallel_wrappers_pass_the_layout_whole(wrapper: str) -> None:
         assert (grad - y.grad).norm() <= tolerance * max(y.grad.norm(), smallest)
 
 
+def test_compiled_layers_take_changing_layouts_without_recompiling() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model, plain = (model_of("qwen3", "dualkv", num_hidden_layers=1) for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+    model.model.layers[0].compile(backend=counter, fullgraph=True, dynamic=True)
+    for size in range(5):
+        prompt = torch.randint(3, 67, (4 + size,)).tolist()
+        rows = tuple((prompt[: 4 + size - i % 2], [5] * (2 + i + size)) for i in range(3 + size % 2))
+        packed = packed_batch(rows=rows)
+        found, expected = (_logits(m, packed, dualkv_layout=packed.layout) for m in (model, plain))
+        torch.testing.assert_close(found, expected)
+        found.square().mean().backward()
+        expected.square().mean().backward()
+    assert counter.frame_count <= 2
+    for x, y in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad)
+    with pytest.raises(RuntimeError, match=r"Layers inside a graph of torch\.compile cannot be counted"):
+        dualkv.packed_forward(model, packed)
+
+
 # inject
 
 
