@@ -5,6 +5,7 @@ Called by flash_attn_interface.py; the only caller of torch.ops.flash_attn.fwd.
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import torch
@@ -79,6 +80,24 @@ def _no_dropout_mask(out: Tensor) -> Tensor:
     return out.new_empty(0)
 
 
+def dense_segments(batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """The segments of a padded batch, whose rows follow each other."""
+    begin = torch.arange(batch, dtype=torch.int32, device=device)
+    zero = torch.zeros_like(begin)
+    q_begin, k_begin = begin * seqlen_q, begin * seqlen_k
+    return torch.stack([q_begin, q_begin + seqlen_q, zero, zero, k_begin, k_begin + seqlen_k], 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(
+    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device, stream: int
+) -> tuple[Tensor, Tensor]:
+    """One table, and so one plan, for all calls of a shape on a stream: equal batches cost no launches."""
+    with torch.inference_mode(False):  # a call with gradients may be next
+        tables = [dense_segments(batch, seqlen_q, seqlen_k, d) for d in (device, torch.device("cpu"))]
+    return tables[0], tables[1]
+
+
 def dense(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
@@ -90,15 +109,16 @@ def dense(
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
 
-    def segments(device: torch.device) -> Tensor:
-        begin = torch.arange(batch, dtype=torch.int32, device=device)
-        zero = torch.zeros_like(begin)
-        q_begin, k_begin = begin * seqlen_q, begin * seqlen_k
-        return torch.stack([q_begin, q_begin + seqlen_q, zero, zero, k_begin, k_begin + seqlen_k], 1)
-
-    host = segments(torch.device("cpu")) if q.device.type == "cuda" else None
+    sizes = (batch, seqlen_q, seqlen_k)
+    host = None
+    if q.device.type != "cuda":
+        segments = dense_segments(*sizes, q.device)
+    elif torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() or type(q) is not Tensor:
+        segments, host = dense_segments(*sizes, q.device), dense_segments(*sizes, torch.device("cpu"))
+    else:
+        segments, host = _remembered(*sizes, q.device, torch.cuda.current_stream(q.device).cuda_stream)
     out, lse = attention(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), None, None, segments(q.device), host, [],
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), None, None, segments, host, [],
         seqlen_q, seqlen_k, softmax_scale, causal, window_size, softcap, None, deterministic,
     )  # fmt: skip
     out = out.unflatten(0, (batch, seqlen_q))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn._backend import backend
 
@@ -200,6 +201,9 @@ def plan_for(
     )  # fmt: skip
 
 
+_plans = WeakIdKeyDictionary()  # segments -> plans built for them
+
+
 def _planned(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
     """The op's arguments with a plan where the caller gave none; q, k, v, k_context stand at `first`, `first`
     + 1, ..."""
@@ -207,9 +211,19 @@ def _planned(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
     if args[batch + 2]:
         return args
     q, k, _, k_context = args[first : first + 4]
+    segments, causal, window = args[batch], args[batch + 6], args[batch + 7 : batch + 9]
     total_context = None if k_context is None else k_context.shape[0]
-    plan = plan_tables(
-        args[batch], q.shape[0], k.shape[0], total_context, total_context or 0, num_heads_k=k.shape[1],
-        head_dim=q.shape[2], dtype=q.dtype, causal=args[batch + 6], window_size=args[batch + 7 : batch + 9],
-    )  # fmt: skip
-    return (*args[: batch + 2], plan, *args[batch + 3 :])
+    # Backward, recompute and other layers with the same table find the plan again. Not during graph capture:
+    # what is captured has not run yet, and must be rebuilt at each replay.
+    plans: dict[Any, list[Tensor]] = {}
+    if type(segments) is Tensor and not torch.cuda.is_current_stream_capturing():
+        plans = _plans.setdefault(segments, plans)
+    version = 0 if segments.is_inference() else segments._version
+    stream = torch.cuda.current_stream(segments.device).cuda_stream
+    key = (version, q.shape, k.shape, total_context, q.dtype, causal, window, backend(q.device), stream)
+    if key not in plans:
+        plans[key] = plan_tables(
+            segments, q.shape[0], k.shape[0], total_context, total_context or 0, num_heads_k=k.shape[1],
+            head_dim=q.shape[2], dtype=q.dtype, causal=causal, window_size=window,
+        )  # fmt: skip
+    return (*args[: batch + 2], plans[key], *args[batch + 3 :])
