@@ -163,7 +163,7 @@ def test_the_program_writes_its_figures_and_succeeds(folder, monkeypatch, tmp_pa
 
 def test_the_program_fails_where_the_updates_differ(folder, monkeypatch, tmp_path, capsys):
     pytest.importorskip("tabulate", reason="reasoning-gym's dependencies are not installed")
-    monkeypatch.setitem(compare.TOLERANCES, torch.float32, compare.Tolerance(0.0, 0.0, 0.0))
+    monkeypatch.setitem(compare.TOLERANCES, torch.float32, compare.Tolerance(0.0, 0.0, 0.0, 0.0))
     assert run(folder, monkeypatch, tmp_path, "--num-groups", "1") == 1
     assert "FAILED: gradient of shared and replicated differ by" in capsys.readouterr().err
 

@@ -16,18 +16,22 @@ from .update import Group, Update
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest accepted differences: absolute for log-probs and loss, relative for gradients."""
+    """Largest accepted differences: absolute for log-probs and loss, relative for gradients, of one parameter
+    and of all together."""
 
     log_prob: float
     loss: float
     gradient: float
+    gradient_total: float
 
 
 TOLERANCES = {
-    torch.float64: Tolerance(1e-5, 1e-6, 1e-5),  # rotary embedding and norms of transformers run in float32
-    torch.float32: Tolerance(1e-3, 1e-4, 1e-3),
-    torch.bfloat16: Tolerance(0.5, 2e-2, 0.2),
-    torch.float16: Tolerance(0.1, 5e-3, 5e-2),
+    torch.float64: Tolerance(
+        1e-5, 1e-6, 1e-5, 1e-5
+    ),  # rotary embedding and norms of transformers run in float32
+    torch.float32: Tolerance(1e-3, 1e-4, 1e-3, 1e-3),
+    torch.bfloat16: Tolerance(0.5, 2e-2, 0.5, 0.2),  # a parameter's gradient is summed in its dtype
+    torch.float16: Tolerance(0.1, 5e-3, 0.1, 5e-2),
 }
 
 
@@ -83,7 +87,7 @@ def problems(groups: list[Group], differences: Differences, tolerance: Tolerance
         found.append(f"only {unequal} of {len(groups)} groups have unequal rewards, try another --seed")
     if not differences.gradient_norm > 0:
         found.append(f"the gradient norm must be above 0, got {differences.gradient_norm}")
-    for what in ("log_prob", "loss", "gradient"):
+    for what in ("log_prob", "loss", "gradient", "gradient_total"):
         value, limit = getattr(differences, what), getattr(tolerance, what)
         if not value <= limit:
             found.append(f"{what} of shared and replicated differ by {value:.2e}, more than {limit:.0e}")

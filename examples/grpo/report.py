@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def as_record(
         },
         "speedup": replicated.phases.total_seconds / shared.phases.total_seconds,
         "differences": differences.as_dict(),
-        "tolerance": {"log_prob": tolerance.log_prob, "loss": tolerance.loss, "gradient": tolerance.gradient},
+        "tolerance": asdict(tolerance),
     }
 
 
@@ -83,7 +84,7 @@ def print_table(record: dict[str, Any]) -> None:
     d, t = record["differences"], record["tolerance"]
     print(f"\nlargest difference of a log-prob        {d['log_prob']:.1e}  (tolerance {t['log_prob']:.0e})")
     print(f"largest relative difference, gradients  {d['gradient']:.1e}  (tolerance {t['gradient']:.0e}),")
-    print(f"  that of {d['gradient_of']}")
+    print(f"  that of {d['gradient_of']}; all together {d['gradient_total']:.1e}")
     print(f"gradient norm {d['gradient_norm']:.3f} over {d['num_parameters']} parameter tensors")
 
 
