@@ -114,14 +114,20 @@ def _part(
     """The call for sequences given as (q interval, its key intervals in order)."""
     q_lens = [end - begin for (begin, end), _ in entries]
     k_lens = [sum(end - begin for begin, end in keys) for _, keys in entries]
+    max_q, max_k = (
+        max(2, *q_lens),
+        max(1, *k_lens),
+    )  # max_q 1 switches to a decoding variant, another lse layout
+    if window[0] >= 0 and window[1] < 0 and not causal:
+        max_k += max_q  # the kernel takes an open right side as max_k keys, too few where rows outnumber keys
     return Part(
         q_rows=_select([rows for rows, _ in entries], device),
         k_rows=_select([interval for _, keys in entries for interval in keys], device),
         context=context,
         cu_q=_cumulative(q_lens, device),
         cu_k=_cumulative(k_lens, device),
-        max_q=max(2, *q_lens),  # 1 would switch to a decoding variant with another lse layout
-        max_k=max(1, *k_lens),
+        max_q=max_q,
+        max_k=max_k,
         causal=causal,
         window=window,
     )

@@ -21,6 +21,19 @@ from flash_attn._calls import attention
 from flash_attn.shared_prompt import SharedPromptLayout
 
 
+def window_of(left: int, right: int, max_k: int, causal: bool) -> tuple[int, int]:
+    """FlashAttention-2's reading of a window: an open side becomes max_seqlen_k wide, which is not
+    infinite."""
+    left, right = (-1 if side >= max_k else side for side in (left, right))
+    if causal:
+        right = 0
+    if left < 0 and right >= 0:
+        left = max_k
+    if left >= 0 and right < 0:
+        right = max_k
+    return left, right
+
+
 def exact_forward(  # type: ignore[no-untyped-def]
     q,
     k,
@@ -46,7 +59,7 @@ def exact_forward(  # type: ignore[no-untyped-def]
     segments = torch.stack([cu_q[:-1], cu_q[1:], zero, zero, cu_k[:-1], cu_k[1:]], 1)
     out, lse = reference.attention(
         q.float(), k.float(), v.float(), segments=segments, softmax_scale=scale, causal=causal,
-        window_size=(window_size_left, window_size_right),
+        window_size=window_of(window_size_left, window_size_right, max_k, causal),
     )  # fmt: skip
     nothing = torch.empty(0)
     return out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf), nothing, nothing, nothing
@@ -58,7 +71,7 @@ def exact_backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """aten's varlen backward, exactly, with whatever out and lse it is given."""
     assert lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()
-    window = (window_size_left, window_size_right)
+    window = window_of(window_size_left, window_size_right, max_k, causal)
     zero = torch.zeros_like(cu_q[1:])
     segments = torch.stack([cu_q[:-1], cu_q[1:], zero, zero, cu_k[:-1], cu_k[1:]], 1)
     mask = reference.segment_mask(segments, q.shape[0], k.shape[0], None, causal, window)
