@@ -31,6 +31,8 @@ test-gpu:  ## the GPU tests, both code paths, in the Python that runs; writes be
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m "gpu or multi_gpu" --gpu-report benchmarks/results/$(GPU)/tests.json $(ARGS)
 
 install:  ## install into the Python that runs (CUDA library where a GPU is visible or FLASH_ATTN_CUDA_ARCHS is set)
+	$(PYTHON) -m pip install "setuptools>=77" wheel ninja
+	$(PYTHON) -m pip install --no-deps nvidia-cutlass==4.2.0
 	$(PYTHON) -m pip install --no-build-isolation . $(ARGS)
 
 wheel: $(VENV)/dev.stamp  ## build dist/*.whl (CUDA library as for install)
