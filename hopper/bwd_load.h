@@ -29,13 +29,14 @@ template <class T>
 struct BwdStorage {
     alignas(1024) typename T::Element keys[2][T::TileK::kElements];
     alignas(1024) typename T::Element rows[2][T::kStages][T::TileQ::kElements];
-    alignas(1024) typename T::Element ds[2][T::kWithDq ? T::TileS::kElements : 64];
-    alignas(1024) float dq[T::kConsumers][T::kWithDq ? T::kDqFloats : 4];
+    alignas(1024) typename T::Element ds[T::kWide ? 1 : 2][T::kWithDq ? T::TileS::kElements : 64];
+    alignas(1024) float dq[T::kConsumers][T::kWithDq && !T::kWide ? T::kDqFloats : 4];
+    alignas(16) float probs[T::kWide ? T::kBlockN * kBlockRows : 4];  // P^T, in the order of the warpgroups' registers
     alignas(16) float scalars[2][T::kStages][kBlockRows];
     Barrier keys_full, tail[2];
     Barrier full[2][T::kStages], empty[2][T::kStages];
     StageRows stage_rows[T::kStages];  // travels with operand 0
-    int64_t dq_offset[T::kConsumers][2];  // where the tile goes, in floats; -1: no more
+    int64_t dq_offset[T::kConsumers];  // where the tile goes, in floats; -1: no more
     KeyItem item;
 
     __device__ void init() {
@@ -131,12 +132,10 @@ __device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s, 
 template <class T>
 __device__ __forceinline__ void bwd_store_dq(BwdArgs const& args, BwdStorage<T>& s, int warpgroup) {
     named_arrive(kDqEmptyBarrier + warpgroup, 128 + 32);
-    int buffer = 0;
 #pragma unroll 1
     while (true) {
         named_sync(kDqFullBarrier + warpgroup, 128 + 32);
-        int64_t const offset = s.dq_offset[warpgroup][buffer];
-        buffer ^= 1;
+        int64_t const offset = s.dq_offset[warpgroup];
         if (offset < 0) { break; }
         if (threadIdx.x % 32 == 0) {
             bulk_reduce_add(args.params.dq_accum + offset, s.dq[warpgroup], T::kDqFloats * 4);

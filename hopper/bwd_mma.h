@@ -15,10 +15,14 @@ struct BwdTraits {
     static constexpr Tiles kTile = tiles(kHeadDim_);
     static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n, kStages = 2;
     static constexpr bool kSoftcap = kSoftcap_, kWithDq = kWithDq_;
-    static constexpr int kConsumers = kBlockN / 64;
+    static constexpr bool kWide = kHeadDim > 128;  // dK and dV of 64 keys fill one warpgroup each: bwd_wide_mma.h
+    static constexpr int kConsumers = 2;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kLoadRegisters = 24, kMmaRegisters = 240;
-    static constexpr int kDqColumns = kHeadDim / kConsumers;        // of dQ, per warpgroup
+    static_assert(kBlockN == (kWide ? 64 : 128));
+    // dQ: each warpgroup a share of the columns, or, where the share is no good width for wgmma, all of them every other block.
+    static constexpr bool kDqTurns = kHeadDim / kConsumers % 64 != 0;
+    static constexpr int kDqColumns = kDqTurns ? kHeadDim : kHeadDim / kConsumers;
     static constexpr int kDqFloats = kBlockRows * kDqColumns;
     using TileK = SmemTile<kBlockN, kHeadDim>;
     using TileQ = SmemTile<kBlockRows, kHeadDim>;
@@ -62,28 +66,27 @@ __device__ __forceinline__ void store_packed(uint32_t tile, uint32_t const (&x)[
     }
 }
 
-template <class T>
-__device__ __forceinline__ void bwd_store_gradients(BwdArgs const& args, KeyItem const& item, int head_k, int warpgroup, float const (&dk)[T::kHeadDim / 2],
-                                                    float const (&dv)[T::kHeadDim / 2]) {
+// dK (scaled) or dV of 64 keys from `first` of the item on: rows of its region's tensor, or fp32 partials of a row split (not scaled).
+template <class T, bool kDk>
+__device__ __forceinline__ void bwd_store_gradient(BwdParams const& p, KeyItem const& item, int head_k, int first, float const (&acc)[T::kHeadDim / 2]) {
     using Element = typename T::Element;
-    BwdParams const& p = args.params;
-    int const key = item.key_begin + 64 * warpgroup, num_keys = item.num_keys - 64 * warpgroup;
+    int const key = item.key_begin + first, num_keys = item.num_keys - first;
     if (item.split >= 0) {
         int64_t const stride = int64_t(p.fwd.num_heads_k) * T::kHeadDim;
         int64_t const offset = (int64_t(item.split) * p.fwd.total_context + key) * stride + int64_t(head_k) * T::kHeadDim;
-        store_rows_fp32<T::kHeadDim>(dk, p.dk_partial + offset, stride, num_keys);
-        store_rows_fp32<T::kHeadDim>(dv, p.dv_partial + offset, stride, num_keys);
+        store_rows_fp32<T::kHeadDim>(acc, (kDk ? p.dk_partial : p.dv_partial) + offset, stride, num_keys);
         return;
     }
-    bool const context = item.region != 0;
-    int64_t const dk_stride = context ? p.dk_context_row_stride : p.dk_row_stride, dv_stride = context ? p.dv_context_row_stride : p.dv_row_stride;
-    Element* const dk_out = static_cast<Element*>(context ? p.dk_context : p.dk) + key * dk_stride +
-                            head_k * (context ? p.dk_context_head_stride : p.dk_head_stride);
-    Element* const dv_out = static_cast<Element*>(context ? p.dv_context : p.dv) + key * dv_stride +
-                            head_k * (context ? p.dv_context_head_stride : p.dv_head_stride);
-    float const scale = p.fwd.softmax_scale;
-    store_rows<Element, T::kHeadDim>(dv, 1.f, 1.f, dv_out, dv_stride, num_keys, p.fwd.head_dim);
-    store_rows<Element, T::kHeadDim>(dk, scale, scale, dk_out, dk_stride, num_keys, p.fwd.head_dim);
+    void* out = kDk ? p.dk : p.dv;
+    int64_t row_stride = kDk ? p.dk_row_stride : p.dv_row_stride, head_stride = kDk ? p.dk_head_stride : p.dv_head_stride;
+    if (item.region != 0) {
+        out = kDk ? p.dk_context : p.dv_context;
+        row_stride = kDk ? p.dk_context_row_stride : p.dv_context_row_stride;
+        head_stride = kDk ? p.dk_context_head_stride : p.dv_context_head_stride;
+    }
+    float const scale = kDk ? p.fwd.softmax_scale : 1.f;
+    store_rows<Element, T::kHeadDim>(acc, scale, scale, static_cast<Element*>(out) + key * row_stride + head_k * head_stride, row_stride, num_keys,
+                                     p.fwd.head_dim);
 }
 
 template <class T>
@@ -111,7 +114,8 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
     uint32_t const desc_k = TileK::template descriptor<Major::K>(smem_address(s.keys[0]) + 64 * TileK::kRowBytes * warpgroup);
     uint32_t const desc_v = TileK::template descriptor<Major::K>(smem_address(s.keys[1]) + 64 * TileK::kRowBytes * warpgroup);
     uint32_t const desc_k_dq =
-        TileK::template descriptor<Major::MN>(smem_address(s.keys[0]) + T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup);
+        TileK::template descriptor<Major::MN>(smem_address(s.keys[0]) +
+                                              (T::kDqTurns ? 0 : T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup));
 
     Ring<T::kStages> ring;
     int buffer = 0;
@@ -177,42 +181,50 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
         }
         pack<Element>(packed_ds, dprobs);
 
-        float dq[T::kWithDq ? T::kDqColumns / 2 : 1];
         if constexpr (T::kWithDq) {
             // Two buffers: one barrier a block suffices, since dQ of the block before last has completed.
-            if (signals) { s.dq_offset[warpgroup][buffer] = ((rows.head - first_head) * p.rows_padded + rows.block * kBlockRows) * kD + warpgroup * T::kDqFloats; }
             store_packed<TileS>(smem_address(s.ds[buffer]), packed_ds, warpgroup);
             fence_async_proxy();
             named_sync(kScoreBarrier, 128 * T::kConsumers);
+        }
+        auto const issue_dk = [&] {
+            pin(packed_ds);
+            wgmma_fence();
+            gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dk, packed_ds,
+                                                                    TileQ::template descriptor<Major::MN>(smem_address(s.rows[0][ring.stage])));
+            wgmma_commit();
+        };
+        if (T::kWithDq && (!T::kDqTurns || buffer == warpgroup)) {
+            float dq[T::kDqColumns / 2];
             wgmma_fence();
             gemm_ss<Element, T::kDqColumns, T::kBlockN / 16, TileS, Major::MN, TileK, Major::MN, true>(
                 dq, TileS::template descriptor<Major::MN>(smem_address(s.ds[buffer])), desc_k_dq);
             wgmma_commit();
-        }
-        pin(packed_ds);
-        wgmma_fence();
-        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dk, packed_ds,
-                                                                TileQ::template descriptor<Major::MN>(smem_address(s.rows[0][ring.stage])));
-        wgmma_commit();
-
-        wgmma_wait<T::kWithDq ? 2 : 1>();  // dV: the dO stage is free
-        if (signals) { s.empty[1][ring.stage].arrive(); }
-
-        ring.advance();
-        s.full[0][ring.stage].wait(ring.phase);
-        rows = s.stage_rows[ring.stage];
-
-        if constexpr (T::kWithDq) {
+            issue_dk();
+            wgmma_wait<2>();  // dV: the dO stage is free
+            if (signals) { s.empty[1][ring.stage].arrive(); }
             wgmma_wait<1>();  // dQ; dK is on its way
             pin(dq);
             named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
             float4* const tile = reinterpret_cast<float4*>(s.dq[warpgroup]) + thread;
 #pragma unroll
             for (int i = 0; i < T::kDqColumns / 8; ++i) { tile[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]); }
+            if (signals) {
+                s.dq_offset[warpgroup] = ((rows.head - first_head) * p.rows_padded + rows.block * kBlockRows) * kD +
+                                         (T::kDqTurns ? 0 : warpgroup * T::kDqFloats);
+            }
             fence_async_proxy();
             named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
-            buffer ^= 1;
+        } else {
+            issue_dk();
+            wgmma_wait<1>();
+            if (signals) { s.empty[1][ring.stage].arrive(); }
         }
+        buffer ^= 1;
+
+        ring.advance();
+        s.full[0][ring.stage].wait(ring.phase);
+        rows = s.stage_rows[ring.stage];
         wgmma_wait<0>();  // dK; leaving it on its way would cost 16 registers (dS beside the next S, dP) that are not there
         pin(dk);
         if (signals) { s.empty[0][ring.stage ^ 1].arrive(); }
@@ -224,10 +236,11 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
     pin(dv);
     if constexpr (T::kWithDq) {
         named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
-        if (signals) { s.dq_offset[warpgroup][buffer] = -1; }
+        if (signals) { s.dq_offset[warpgroup] = -1; }
         named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
     }
-    bwd_store_gradients<T>(args, s.item, head_k, warpgroup, dk, dv);
+    bwd_store_gradient<T, false>(p, s.item, head_k, 64 * warpgroup, dv);
+    bwd_store_gradient<T, true>(p, s.item, head_k, 64 * warpgroup, dk);
 }
 
 }  // namespace flash_attn::sm90

@@ -7,7 +7,7 @@
 
 namespace flash_attn::sm90 {
 
-// Grid (64-row blocks, query heads of the chunk, consumers), 128 threads.
+// Grid (64-row blocks, query heads of the chunk, warpgroups' shares of the columns), 128 threads.
 template <class T>
 __global__ void __launch_bounds__(128) bwd_convert_dq(BwdParams const p) {
     using Element = typename T::Element;

@@ -1,5 +1,5 @@
-// Forward, producer warp: takes items from the counter, reads their key spans, and feeds Q and the K, V stages by TMA.
-// Only this file knows which key tiles an item visits; with each stage goes {region, first key, masked}.
+// Forward and dQ pass, producer warp: takes items from the counter, reads their key spans, and feeds Q (and dO) and the K, V
+// stages by TMA. Only this file knows which key tiles an item visits; with each stage goes {region, first key, masked}.
 #pragma once
 
 #include "scheduler.h"
@@ -29,9 +29,15 @@ struct FwdArgs {
     WorkOrder order;
 };
 
+struct DqArgs : FwdArgs {
+    BwdParams bwd;
+    CUtensorMap dout;
+};
+
 template <class T>
 struct FwdStorage {
     alignas(1024) typename T::Element q[T::kQStages][T::TileQ::kElements];
+    alignas(1024) typename T::Element dout[T::kQStages][T::kDqPass ? T::TileQ::kElements : 64];
     alignas(1024) typename T::Element k[T::kStages][T::TileK::kElements];
     alignas(1024) typename T::Element v[T::kStages][T::TileK::kElements];
     Barrier q_full[T::kQStages], q_empty[T::kQStages];
@@ -39,6 +45,7 @@ struct FwdStorage {
     Barrier tail;
     StageKeys stage_keys[T::kStages];
     ItemRows item_rows[T::kQStages];
+    uint32_t scratch;
 
     __device__ void init() {
         for (int i = 0; i < T::kQStages; ++i) {
@@ -95,8 +102,21 @@ __device__ __forceinline__ void load_tile_zero_tail(
     if (lane == 0) { full.arrive_and_expect(other_bytes); }
 }
 
-template <class T>
-__device__ __forceinline__ void fwd_load(FwdArgs const& args, FwdStorage<T>& s) {
+// One stage of K or V. With `zero` the rows behind the item's last key become zeros.
+template <class T, bool kZero>
+__device__ __forceinline__ void load_keys(void* dst, CUtensorMap const& map, KeyTile const& t, int head, Barrier& full, Barrier& tail, uint32_t& tail_phase,
+                                          int lane) {
+    using Tile = typename T::TileK;
+    if (kZero && t.valid < T::kBlockN) {
+        load_tile_zero_tail<Tile>(dst, map, t.key, head, t.valid, full, 0, tail, tail_phase, kEvictLast, lane);
+    } else if (lane == 0) {
+        full.arrive_and_expect(Tile::kBytes);
+        load_tile<Tile>(dst, map, t.key, head, full, kEvictLast);
+    }
+}
+
+template <class T, class Args>
+__device__ __forceinline__ void fwd_load(Args const& args, FwdStorage<T>& s) {
     int const lane = threadIdx.x % 32;
     FwdParams const& p = args.params;
     int const group = p.num_heads / p.num_heads_k;
@@ -123,37 +143,32 @@ __device__ __forceinline__ void fwd_load(FwdArgs const& args, FwdStorage<T>& s) 
             if (lane == 0) {
                 s.item_rows[q.stage] = {item.row_begin, item.num_rows, head, num_tiles};
                 if (num_tiles > 0) {
-                    s.q_full[q.stage].arrive_and_expect(T::TileQ::kBytes);
+                    s.q_full[q.stage].arrive_and_expect(T::TileQ::kBytes * (T::kDqPass ? 2 : 1));
                     load_tile<typename T::TileQ>(s.q[q.stage], args.maps.q, item.row_begin, head, s.q_full[q.stage], kEvictFirst);
+                    if constexpr (T::kDqPass) {
+                        load_tile<typename T::TileQ>(s.dout[q.stage], args.dout, item.row_begin, head, s.q_full[q.stage], kEvictFirst);
+                    }
                 } else {
                     s.q_full[q.stage].arrive();
                 }
             }
             q.advance();
 
-            // K runs one tile ahead of V, as the consumers use them.
+            // K runs ahead of V by as much as the consumers use it ahead.
+            constexpr int kLead = T::kDqPass ? 0 : 1;
 #pragma unroll 1
-            for (int i = 0; i <= num_tiles; ++i) {
+            for (int i = 0; i < num_tiles + kLead; ++i) {
                 if (i < num_tiles) {
                     KeyTile const t = KeyTile::at<T::kBlockN>(walk, i);
                     s.k_empty[k.stage].wait(k.phase ^ 1);
-                    if (lane == 0) {
-                        s.stage_keys[k.stage] = {t.key, t.region, t.masked, 0};
-                        s.k_full[k.stage].arrive_and_expect(T::TileK::kBytes);
-                        load_tile<typename T::TileK>(s.k[k.stage], args.maps.k[t.region], t.key, head_k, s.k_full[k.stage], kEvictLast);
-                    }
+                    if (lane == 0) { s.stage_keys[k.stage] = {t.key, t.region, t.masked, 0}; }
+                    load_keys<T, T::kDqPass>(s.k[k.stage], args.maps.k[t.region], t, head_k, s.k_full[k.stage], s.tail, tail_phase, lane);
                     k.advance();
                 }
-                if (i > 0) {
-                    KeyTile const t = KeyTile::at<T::kBlockN>(walk, i - 1);
+                if (i >= kLead) {
+                    KeyTile const t = KeyTile::at<T::kBlockN>(walk, i - kLead);
                     s.v_empty[v.stage].wait(v.phase ^ 1);
-                    if (t.valid < T::kBlockN) {
-                        load_tile_zero_tail<typename T::TileK>(s.v[v.stage], args.maps.v[t.region], t.key, head_k, t.valid, s.v_full[v.stage], 0, s.tail,
-                                                               tail_phase, kEvictLast, lane);
-                    } else if (lane == 0) {
-                        s.v_full[v.stage].arrive_and_expect(T::TileK::kBytes);
-                        load_tile<typename T::TileK>(s.v[v.stage], args.maps.v[t.region], t.key, head_k, s.v_full[v.stage], kEvictLast);
-                    }
+                    load_keys<T, true>(s.v[v.stage], args.maps.v[t.region], t, head_k, s.v_full[v.stage], s.tail, tail_phase, lane);
                     v.advance();
                 }
             }

@@ -43,11 +43,6 @@ struct OnlineSoftmax {
             sum[half] = sum[half] * alpha[half] + t;
         }
     }
-    // ptxas would sink the exponentials below the wait for P V and with it lose the overlap. It keeps instructions with
-    // side effects in order, so one that hangs on the sums (and never acts: they are not negative) holds them in place.
-    __device__ __forceinline__ void settle(uint32_t address) const {
-        asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(sum[0] + sum[1]), "r"(address) : "memory");
-    }
     __device__ __forceinline__ void finish() {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -140,7 +135,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                 }
                 if (keys.masked) { mask_keys(scores, p.plan.row_span, item.row_begin + thread_row, p.total_q, keys); }
                 softmax.step(scores, scale_log2, alpha);
-                softmax.settle(smem_address(&s.tail));
+                settle(softmax.sum, smem_address(&s.scratch));
             };
 
             wait_keys();

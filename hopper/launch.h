@@ -4,12 +4,14 @@
 #include <cuda_runtime.h>
 
 #include "bwd_post.h"
-#include "fwd_mma.h"
+#include "bwd_wide_mma.h"
+#include "pass_mma.h"
 
 namespace flash_attn::sm90 {
 
-template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(__grid_constant__ FwdArgs const args) {
+// The forward, or the dQ pass over the same items.
+template <class T, class Args>
+__global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(__grid_constant__ Args const args) {
     extern __shared__ __align__(1024) char memory[];
     FwdStorage<T>& s = *reinterpret_cast<FwdStorage<T>*>(memory);
     if (threadIdx.x == 0) {
@@ -22,7 +24,11 @@ __global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(__grid_constant__ F
         if (threadIdx.x < 32) { fwd_load<T>(args, s); }
     } else {
         grow_registers<T::kMmaRegisters>();
-        fwd_mma<T>(args, s);
+        if constexpr (T::kDqPass) {
+            dq_mma<T>(args, s);
+        } else {
+            fwd_mma<T>(args, s);
+        }
     }
 }
 
@@ -34,7 +40,6 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(__grid_constant__ B
     args.order.decode(blockIdx.x, item_index, head);
     KeyItem const item = args.params.fwd.plan.key_items[item_index];
     if (item.num_keys == 0) { return; }
-    head += args.params.head_k_begin;
     if (threadIdx.x == 0) {
         s.init();
         s.item = item;
@@ -48,12 +53,16 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(__grid_constant__ B
             bwd_load<T, 0>(args, s, head);
         } else if (warp == 1) {
             bwd_load<T, 1>(args, s, head);
-        } else if (T::kWithDq) {
+        } else if (T::kWithDq && !T::kWide) {
             bwd_store_dq<T>(args, s, warp - 2);
         }
     } else {
         grow_registers<T::kMmaRegisters>();
-        bwd_mma<T>(args, s, head);
+        if constexpr (T::kWide) {
+            bwd_wide_mma<T>(args, s, head);
+        } else {
+            bwd_mma<T>(args, s, head);
+        }
     }
 }
 
@@ -118,26 +127,44 @@ inline cudaError_t num_multiprocessors(int& count) {
     return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
 }
 
-template <class T>
-cudaError_t launch_fwd(FwdParams const& p, cudaStream_t stream) {
-    FwdArgs args;
-    args.params = p;
+// Fills what the forward and the dQ pass share and launches a persistent grid over the heads [first_head, + num_heads).
+template <class T, class Args>
+cudaError_t launch_over_queries(Args& args, int first_head, int num_heads, cudaStream_t stream) {
+    FwdParams const& p = args.params;
     FLASH_ATTN_TRY((make_map<typename T::Element, typename T::TileQ>(args.maps.q, p.q, p.total_q, p.num_heads, p.head_dim, p.q_row_stride,
                                                                       p.q_head_stride)));
     FLASH_ATTN_TRY((make_key_maps<typename T::Element, typename T::TileK>(p, args.maps.k, args.maps.v)));
-    bool const packed = p.k_context == p.k;
-    int64_t const keys = int64_t(p.total_k) + (packed ? 0 : p.total_context);
-    args.order = {p.plan.num_query_items, p.num_heads,
-                  section_heads(p.num_heads, p.num_heads / p.num_heads_k, keys * p.head_dim * 4, int64_t(32) << 20)};
+    int64_t const keys = int64_t(p.total_k) + (p.k_context == p.k ? 0 : p.total_context);
+    args.order = {p.plan.num_query_items, num_heads,
+                  section_heads(num_heads, p.num_heads / p.num_heads_k, keys * p.head_dim * 4, int64_t(32) << 20), first_head};
 
     int processors;
     FLASH_ATTN_TRY(num_multiprocessors(processors));
     int const grid = args.order.size() < processors ? args.order.size() : processors;
     if (grid == 0) { return cudaSuccess; }
     constexpr int kBytes = sizeof(FwdStorage<T>);
-    FLASH_ATTN_TRY(cudaFuncSetAttribute(fwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    fwd_kernel<T><<<grid, T::kThreads, kBytes, stream>>>(args);
+    FLASH_ATTN_TRY(cudaFuncSetAttribute(fwd_kernel<T, Args>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    fwd_kernel<T, Args><<<grid, T::kThreads, kBytes, stream>>>(args);
     return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t launch_fwd(FwdParams const& p, cudaStream_t stream) {
+    FwdArgs args;
+    args.params = p;
+    return launch_over_queries<T>(args, 0, p.num_heads, stream);
+}
+
+template <class T>
+cudaError_t launch_dq(BwdParams const& p, cudaStream_t stream) {
+    FwdParams const& f = p.fwd;
+    DqArgs args;
+    args.params = f;
+    args.bwd = p;
+    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::TileQ>(args.dout, p.dout, f.total_q, f.num_heads, f.head_dim, p.dout_row_stride,
+                                                                      p.dout_head_stride)));
+    int const group = f.num_heads / f.num_heads_k;
+    return launch_over_queries<T>(args, p.head_k_begin * group, (p.head_k_end - p.head_k_begin) * group, stream);
 }
 
 template <typename Element, int kHeadDim>
@@ -158,7 +185,7 @@ cudaError_t launch_bwd(BwdParams const& p, cudaStream_t stream) {
     FLASH_ATTN_TRY((make_key_maps<Element, typename T::TileK>(f, args.maps.keys[0], args.maps.keys[1])));
     int const group = f.num_heads / f.num_heads_k, heads = p.head_k_end - p.head_k_begin;
     int64_t const bytes = int64_t(f.total_q) * group * f.head_dim * (T::kWithDq ? 8 : 4);
-    args.order = {f.plan.num_key_items, heads, section_heads(heads, 1, bytes, int64_t(40) << 20)};
+    args.order = {f.plan.num_key_items, heads, section_heads(heads, 1, bytes, int64_t(40) << 20), p.head_k_begin};
     if (args.order.size() == 0) { return cudaSuccess; }
     constexpr int kBytes = sizeof(BwdStorage<T>);
     FLASH_ATTN_TRY(cudaFuncSetAttribute(bwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
@@ -175,6 +202,14 @@ cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
     return softcap ? launch_bwd<BwdTraits<Element, kHeadDim, true, true>>(p, stream) : launch_bwd<BwdTraits<Element, kHeadDim, false, true>>(p, stream);
 }
 
+// dq without atomics, straight to p.dq; p.fwd.tile_counter is zero at launch.
+template <typename Element, int kHeadDim>
+cudaError_t run_bwd_dq(BwdParams const& p, cudaStream_t stream) {
+    if (p.fwd.total_q == 0) { return cudaSuccess; }
+    return p.fwd.softcap > 0.f ? launch_dq<FwdTraits<Element, kHeadDim, true, true>>(p, stream)
+                               : launch_dq<FwdTraits<Element, kHeadDim, false, true>>(p, stream);
+}
+
 // dq_accum (all rows of the chunk's heads) to dq, and the split partials of context keys to dk_context, dv_context.
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd_post(BwdParams const& p, cudaStream_t stream) {
@@ -183,7 +218,7 @@ cudaError_t run_bwd_post(BwdParams const& p, cudaStream_t stream) {
     unsigned const heads = p.head_k_end - p.head_k_begin;
     if (heads == 0) { return cudaSuccess; }
     if (p.dq_accum != nullptr && f.total_q > 0) {
-        dim3 const grid((f.total_q + kBlockRows - 1) / kBlockRows, heads * (f.num_heads / f.num_heads_k), T::kConsumers);
+        dim3 const grid((f.total_q + kBlockRows - 1) / kBlockRows, heads * (f.num_heads / f.num_heads_k), kHeadDim / T::kDqColumns);
         bwd_convert_dq<T><<<grid, 128, 0, stream>>>(p);
         FLASH_ATTN_TRY(cudaGetLastError());
     }

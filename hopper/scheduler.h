@@ -10,6 +10,7 @@ namespace flash_attn::sm90 {
 
 struct WorkOrder {
     int num_items, num_heads, section_heads;
+    int first_head;
 
     int size() const { return num_items * num_heads; }
 
@@ -19,7 +20,7 @@ struct WorkOrder {
         int const heads = min(section_heads, num_heads - first);
         int const rest = index - num_items * first;
         item = rest / heads;
-        head = first + rest - item * heads;
+        head = first_head + first + rest - item * heads;
     }
 };
 

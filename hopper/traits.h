@@ -131,21 +131,33 @@ __device__ __forceinline__ float tanh_approx(float x) {
     return y;
 }
 
+// Holds the computation of non-negative `x` in front of the next wait. ptxas sinks arithmetic below waits for products and with
+// it loses the overlap, but keeps instructions with side effects in order: here a store to `scratch` that hangs on x's signs.
+template <int N>
+__device__ __forceinline__ void settle(float const (&x)[N], uint32_t scratch) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) { bits |= __float_as_uint(x[i]); }
+    asm volatile("{\n.reg .pred never;\nsetp.lt.s32 never, %0, 0;\n@never st.shared.b32 [%1], %0;\n}" ::"r"(bits), "r"(scratch) : "memory");
+}
+
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-template <class Element_, int kHeadDim_, bool kSoftcap_>
+// The forward, and the dQ pass, which holds dO beside Q and streams the same key tiles.
+template <class Element_, int kHeadDim_, bool kSoftcap_, bool kDqPass_ = false>
 struct FwdTraits {
     using Element = Element_;
     static constexpr Tiles kTile = tiles(kHeadDim_);
-    static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.fwd_block_m, kBlockN = kTile.fwd_block_n, kStages = kTile.fwd_stages;
-    static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr bool kSoftcap = kSoftcap_, kDqPass = kDqPass_;
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.fwd_block_m, kBlockN = kDqPass ? kTile.pass_block_n : kTile.fwd_block_n;
+    static constexpr int kStages = 2;
     static constexpr int kConsumers = kBlockM / 64;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kLoadRegisters = kConsumers == 2 ? 24 : 32, kMmaRegisters = kConsumers == 2 ? 240 : 160;
     using TileQ = SmemTile<kBlockM, kHeadDim>;
     using TileK = SmemTile<kBlockN, kHeadDim>;
-    static constexpr int kQStages = TileQ::kBytes * 2 + TileK::kBytes * 2 * kStages <= 220 * 1024 ? 2 : 1;
+    static constexpr int kQStages = TileQ::kBytes * 2 + TileK::kBytes * 2 * kStages <= 220 * 1024 && !kDqPass ? 2 : 1;
 };
 
 }  // namespace flash_attn::sm90
