@@ -40,6 +40,11 @@ def _load_library() -> str | None:
     return None
 
 
+def _built() -> str:
+    """The kernels of the loaded library, like "sm90: bf16 64 128; sm80: bf16 64 128"."""
+    return torch.ops.flash_attn_cuda.built()
+
+
 def _library_arch(device_index: int) -> tuple[str | None, str | None]:
     """("sm90a" or "sm80", None), or (None, why the library does not run on this GPU)."""
     reason = _load_library()
@@ -51,7 +56,12 @@ def _library_arch(device_index: int) -> tuple[str | None, str | None]:
     forced = os.environ.get("FLASH_ATTN_FORCE_ARCH", "")
     if forced not in ("", "80", "90"):
         raise ValueError(f"FLASH_ATTN_FORCE_ARCH must be 80 or 90, got {forced!r}")
-    return ("sm90a" if major == 9 and forced != "80" else "sm80"), None
+    built = _built()
+    if major == 9 and forced != "80" and ("sm90" in built or forced == "90"):
+        return "sm90a", None
+    if "sm80" in built:
+        return "sm80", None
+    return None, f"the compiled library has no kernels for sm_{major}{minor} (built: {built})"
 
 
 def why_unavailable() -> str | None:

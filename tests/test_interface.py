@@ -280,8 +280,8 @@ DUAL_TAIL = {
 CACHE_TAIL = {
     "k": None, "v": None, "rotary_cos": None, "rotary_sin": None, "cache_seqlens": None,
     "cache_batch_idx": None, "cache_leftpad": None, "block_table": None, "softmax_scale": None,
-    "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True, "alibi_slopes": None,
-    "num_splits": 0, "return_softmax_lse": False,
+    "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True,
+    "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False,
 }  # fmt: skip
 SIGNATURES: list[tuple[Callable[..., Any], str, dict[str, Any]]] = [
     (flash_attn.flash_attn_func, "q k v", TAIL),

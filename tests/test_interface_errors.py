@@ -259,6 +259,10 @@ def test_a_missing_library_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="GPUs before sm_80 are not supported, got sm_75"):
         flash_attn.backend("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(_backend, "_built", lambda: "sm70: fp16 64")
+    with pytest.raises(RuntimeError, match=r"has no kernels for sm_90 \(built: sm70: fp16 64\)"):
+        flash_attn.backend("cuda")
+    monkeypatch.setattr(_backend, "_built", lambda: "sm90: bf16 64; sm80: bf16 64")
     assert flash_attn.backend("cuda") == "cuda-sm90a"
     monkeypatch.setenv("FLASH_ATTN_FORCE_ARCH", "80")
     assert flash_attn.backend("cuda") == "cuda-sm80"
