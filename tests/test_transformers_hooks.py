@@ -122,6 +122,8 @@ def test_data_parallel_wrappers_pass_the_layout_whole(wrapper: str) -> None:
             fully_shard(layer.self_attn, mesh=mesh, mp_policy=policy)
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
+        with pytest.raises(NotImplementedError, match="the LM head is sharded"):
+            dualkv.log_probs_of_batch(model, packed)
     logits = dualkv.packed_forward(model, packed).logits
     logits.float().square().mean().backward()
     assert logits.dtype == dtype and (logits - expected).norm() <= tolerance * expected.norm()

@@ -128,6 +128,8 @@ def test_auxiliary_loss_is_that_of_the_replicated_batch(kind: str) -> None:
         dualkv_aux_weighted=True,
     ).aux_loss
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    static = packed_batch(rows=rows, max_segments=20, max_total=100)  # rows behind the batch count 0 times
+    torch.testing.assert_close(dualkv.log_probs_of_batch(model, static).aux_loss, expected, rtol=1e-6, atol=0)
     assert abs(float((unweighted - expected).detach())) > 1e-4  # the test sees the weights
     assert max(relative_errors(grads, expected_grads).values()) < 1e-5
 

@@ -142,11 +142,11 @@ def row_log_probs(model: Any, rows: tuple[Row, ...] = (), **kwargs: Any) -> list
     return found
 
 
-def packed_batch(boundary: str = "fork", rows: tuple[Row, ...] = ()) -> Any:
+def packed_batch(boundary: str = "fork", rows: tuple[Row, ...] = (), **capacities: int) -> Any:
     from flash_attn.shared_prompt import pack
 
     prompts, responses = zip(*(rows or rows_of_batch()), strict=True)
-    return pack(list(prompts), list(responses), boundary=boundary)
+    return pack(list(prompts), list(responses), boundary=boundary, **capacities)
 
 
 def packed_log_probs(model: Any, packed: Any, **kwargs: Any) -> list[torch.Tensor]:

@@ -178,20 +178,24 @@ def _shared_prompt(
         raise NotImplementedError(
             f"a shared-prompt pack needs causal attention, {type(module).__name__} is not causal"
         )
-    # The row ids that `dualkv_mask` makes of the pack's position ids say less than the layout; anything
-    # else says more.
-    if attention_mask is not None and not (attention_mask.dim() == 5 and attention_mask.dtype == torch.int64):
+    weighted = kwargs.get("dualkv_aux_weighted", False)
+    # The row ids that `dualkv_mask` makes of the pack's position ids say less than the layout, and a
+    # multiplicity is 0 behind the layout's total only; anything else says more.
+    known = attention_mask is None or (
+        attention_mask.dim() == 5
+        and (attention_mask.dtype == torch.int64 or (weighted and layout.num_rows > layout.total))
+    )
+    if not known:
         raise NotImplementedError(
             "a shared-prompt pack takes no attention_mask other than ones (MoE models: the multiplicity); a "
             "wrapped sdpa makes one of the pack's positions unless packed_forward or a receipt is used; "
-            f"got {attention_mask.dtype} {list(attention_mask.shape)}"
+            f"got {getattr(attention_mask, 'dtype', None)} {list(getattr(attention_mask, 'shape', ()))}"
         )
     given = [name for name in _VARLEN_NAMES if kwargs.get(name) is not None]
     if given:
         raise ValueError(
             f"a shared-prompt pack must come without {given[0]}: its layout describes the sequences"
         )
-    weighted = kwargs.get("dualkv_aux_weighted", False)
     wants_router = kwargs.get("output_router_logits") or getattr(module.config, "output_router_logits", False)
     if wants_router and not weighted:
         raise NotImplementedError(

@@ -126,13 +126,18 @@ class _Head(NamedTuple):
                 f"the LM head must be a plain torch.nn.Linear, got {type(linear).__name__}: "
                 "use packed_forward and the model's logits"
             )
+        if hasattr(linear.weight, "full_tensor"):
+            raise NotImplementedError(
+                "the LM head is sharded (DTensor), log_probs_of_batch needs a whole one: use packed_forward"
+            )
         if "logits_to_keep" not in inspect.signature(base.forward).parameters:
             raise NotImplementedError(f"{type(base).__name__}.forward does not take logits_to_keep")
         config = base.config.get_text_config()
-        scale = (getattr(config, "logit_scale", None) or 1.0) / (
-            getattr(config, "logits_scaling", None) or 1.0
+        multiply, divide, also = (
+            getattr(config, name, None) or 1.0
+            for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")
         )
-        scale *= getattr(config, "lm_head_multiplier", None) or 1.0
+        scale = multiply * also / divide
         return cls(linear.weight, linear.bias, scale, getattr(config, "final_logit_softcapping", None))
 
     def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -147,7 +152,10 @@ class _Head(NamedTuple):
                 own = self.softcap * torch.tanh(own / self.softcap)
             model_logits = logits[0, :1].double()
             difference = float((own - model_logits).abs().max() / model_logits.abs().max())
-        if not difference <= 16 * max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps):
+        dtypes = {torch.float32, logits.dtype, hidden.dtype, self.weight.dtype}
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtypes.add(torch.get_autocast_dtype(hidden.device.type))
+        if not difference <= 16 * max(torch.finfo(dtype).eps for dtype in dtypes):
             raise NotImplementedError(
                 f"the LM head does more than a linear layer, scale {self.scale} and softcap {self.softcap}: "
                 f"logits differ by {difference:.1e}; use packed_forward and the model's logits"
