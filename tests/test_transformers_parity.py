@@ -24,7 +24,7 @@ from transformers_models import (
 )
 
 from flash_attn.integrations import transformers as dualkv
-from flash_attn.shared_prompt import unpack
+from flash_attn.shared_prompt import unpack, unpack_responses
 
 Result = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
 
@@ -101,6 +101,21 @@ def test_log_probs_of_batch_uses_the_models_head(kind: str, boundary: str) -> No
         for x in (found.log_probs + 0.1 * found.entropy, _at_labels(expected, packed, entropy))
     )
     assert max(relative_errors(ours, theirs).values()) < 1e-6
+
+
+@pytest.mark.parametrize("how", ["autocast", "bf16 model", "static capacities"])
+def test_log_probs_of_batch_in_low_precision_and_static_shapes(how: str) -> None:
+    model = model_of("gemma2", "dualkv")
+    exact = torch.cat(row_log_probs(model_of("gemma2")))
+    capacities = {"max_segments": 20, "max_total": 90} if how == "static capacities" else {}
+    packed = packed_batch(**capacities)
+    if how == "bf16 model":
+        model = model.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        found = dualkv.log_probs_of_batch(model, packed)
+    assert found.log_probs.dtype == torch.float32
+    log_probs = torch.cat(list(unpack_responses(found.log_probs, packed)))
+    assert (log_probs - exact).norm() <= (1e-5 if capacities else 0.05) * exact.norm()
 
 
 def _at_labels(expected: torch.Tensor, packed: Any, entropy: torch.Tensor) -> torch.Tensor:

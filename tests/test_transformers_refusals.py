@@ -198,6 +198,7 @@ LAYOUT = SharedPromptLayout.from_lengths([3], [[1, 1]])  # 2 + 2 + 2 rows
         ({"mask": torch.tensor([[1, 0, 1, 1, 1, 1]]), "sliding_window": 3}, "attention_mask with holes"),
         ({"dualkv_layout": LAYOUT, "is_causal": False}, "a shared-prompt pack needs causal attention"),
         ({"dualkv_layout": LAYOUT, "mask": torch.ones(1, 6)}, "takes no attention_mask other than ones"),
+        ({"dualkv_layout": LAYOUT, "mask": object()}, "takes no attention_mask other than ones"),
         ({"dualkv_layout": LAYOUT, "output_router_logits": True}, "auxiliary loss of a shared-prompt pack"),
         (
             {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "k_len": 8},

@@ -182,7 +182,8 @@ def _shared_prompt(
     # The row ids that `dualkv_mask` makes of the pack's position ids say less than the layout, and a
     # multiplicity is 0 behind the layout's total only; anything else says more.
     known = attention_mask is None or (
-        attention_mask.dim() == 5
+        isinstance(attention_mask, torch.Tensor)
+        and attention_mask.dim() == 5
         and (attention_mask.dtype == torch.int64 or (weighted and layout.num_rows > layout.total))
     )
     if not known:
