@@ -49,8 +49,8 @@ class HostRows(NamedTuple):
 class SharedStep(NamedTuple):
     """One log-prob pass over a trainer's rows: its packs, and its cost beside the replicated one.
 
-    `rows[i]`: the trainer's rows of pack i. `over_budget`: rows that exceed the budget alone. `shares_nothing`:
-    no prompt stands in two rows.
+    `rows[i]`: the trainer's rows of pack i. `over_budget`: rows that exceed the budget alone.
+    `shares_nothing`: no prompt stands in two rows.
     """
 
     packs: list[PackedBatch]
@@ -61,10 +61,9 @@ class SharedStep(NamedTuple):
     shares_nothing: bool
 
     @classmethod
-    def of(
-        cls, host: HostRows, *, max_tokens: int, batch_size: int, cost_model: CostModel
-    ) -> SharedStep:
-        """Packs of at most `max_tokens`; the replicated pass would run padded, `batch_size` rows a forward."""
+    def of(cls, host: HostRows, *, max_tokens: int, batch_size: int, cost_model: CostModel) -> SharedStep:
+        """Packs of at most `max_tokens`; the replicated pass would run padded, `batch_size` rows a
+        forward."""
         width = host.prompt_width
         groups = group_by_prompt(host.ids[:, :width], attention_mask=host.mask[:, :width])
         lens = host.lens

@@ -1,9 +1,9 @@
-"""Cost models for TRL's trainers: counted from the model's shapes, or measured on the trainer's own passes."""
+"""Cost models for TRL's trainers: counted from the model's shapes, or measured on the trainer's own
+passes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -45,44 +45,52 @@ def layer_windows(config: object) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def calibrate_passes(trainer: Any, max_tokens: int, max_seconds: float) -> CostModel:
-    """`calibrate` on a trainer's own shared and replicated log-prob passes, forward and backward."""
-    from flash_attn.integrations._trl_batch import HostRows, SharedStep
-    from flash_attn.integrations._trl_policy import SharedPromptMixin, _Pass
+Pass = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
-    model, device = trainer.model, trainer.accelerator.device
+
+def calibrate_passes(
+    model: torch.nn.Module,
+    device: torch.device,
+    *,
+    shared: Pass,
+    replicated: Pass,
+    max_tokens: int,
+    max_seconds: float,
+) -> CostModel:
+    """`calibrate` on two log-prob passes of a model, forward and backward, on random tokens.
+
+    A pass takes ids and mask (B, W) and the responses' columns, and returns log-probs. Gradients are cleared
+    afterwards; the random numbers of training are left alone. Process 0's result counts for all.
+    """
     config = text_backbone(model).config.get_text_config()
     generator = torch.Generator().manual_seed(0)
-    parent = super(SharedPromptMixin, trainer)
 
-    def run(groups: Sequence[GroupLens], shared: bool) -> None:
-        prompt_width = max(g.prompt_len for g in groups)
-        width = prompt_width + max(max(g.response_lens) for g in groups)
-        ids, mask = [], []
-        for group in groups:
-            prompt = torch.randint(config.vocab_size, (prompt_width,), generator=generator)
-            for response_len in group.response_lens:
-                response = torch.randint(config.vocab_size, (width - prompt_width,), generator=generator)
-                column = torch.arange(width)
-                ids.append(torch.cat([prompt, response]))
-                mask.append((column >= prompt_width - group.prompt_len) & (column < prompt_width + response_len))
-        input_ids, attention_mask = torch.stack(ids).to(device), torch.stack(mask).long().to(device)
-        call = _Pass(model, input_ids, attention_mask, width - prompt_width, None, True, False)
-        if shared:
-            host = HostRows.of(input_ids, attention_mask, width - prompt_width)
-            step = SharedStep.of(
-                host, max_tokens=input_ids.numel(), batch_size=len(ids), cost_model=trainer._cost_model
-            )
-            log_probs = trainer._shared_pass(call, step, len(step.packs))[0]
-        else:
-            log_probs = parent._get_per_token_logps_and_entropies(*call)[0]
+    def run(groups: Sequence[GroupLens], is_shared: bool) -> None:
+        ids, mask, response_width = _random_rows(groups, config.vocab_size, generator)
+        log_probs = (shared if is_shared else replicated)(ids.to(device), mask.to(device), response_width)
         log_probs.sum().backward()
         model.zero_grad(set_to_none=True)
 
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.train()
         found = calibrate(
             run, max_tokens=max_tokens, max_seconds=max_seconds, device=device, windows=layer_windows(config)
         )
     return CostModel.from_dict(broadcast_object_list([found.as_dict()])[0])
+
+
+def _random_rows(
+    groups: Sequence[GroupLens], vocab_size: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(ids, mask, columns of responses) as a trainer has them: prompts padded left, responses right."""
+    prompt_width = max(g.prompt_len for g in groups)
+    response_width = max(max(g.response_lens) for g in groups)
+    column = torch.arange(prompt_width + response_width)
+    ids, mask = [], []
+    for group in groups:
+        prompt = torch.randint(vocab_size, (prompt_width,), generator=generator)
+        for response_len in group.response_lens:
+            response = torch.randint(vocab_size, (response_width,), generator=generator)
+            ids.append(torch.cat([prompt, response]))
+            mask.append((column >= prompt_width - group.prompt_len) & (column < prompt_width + response_len))
+    return torch.stack(ids), torch.stack(mask).long(), response_width

@@ -1,9 +1,10 @@
-"""Shared prompts in TRL's DPO trainer: the fused forward of its models packs pairs and whatever shares a prefix.
+"""Shared prompts in TRL's DPO trainer: the fused forward of its models packs pairs and whatever shares a
+prefix.
 
 The trainer calls its models itself, at several places and through DDP or PEFT wrappers, so the override sits
 where TRL's own is: `model.forward(input_ids (B, L), labels, fused_lm_head=True)` packs the rows, runs TRL's
-fused LM head on the pack, and returns its per-token fields as (B, L - 1), as without sharing. One forward stays
-one forward, so processes need not agree on anything.
+fused LM head on the pack, and returns its per-token fields as (B, L - 1), as without sharing. One forward
+stays one forward, so processes need not agree on anything.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _KNOWN = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_l
 
 
 class SharedPairsMixin:
-    """Put before `trl.DPOTrainer`. Rows are grouped by their longest common prefixes: the two responses of a pair
-    share their prompt, and pairs share what their prompts have in common (a system prompt).
+    """Put before `trl.DPOTrainer`. Rows are grouped by their longest common prefixes: the two responses of
+    a pair share their prompt, and pairs share what their prompts have in common (a system prompt).
 
     Settings, counts, metrics and fallbacks as in `SharedPromptMixin`. Reference log-probs that are computed
     once before training (`precompute_ref_log_probs`) are computed without sharing.
@@ -41,9 +42,7 @@ class SharedPairsMixin:
     ref_model: torch.nn.Module | None
     _metrics: dict[str, Any]
 
-    def __init__(
-        self, *args: Any, shared_prompt: SharedPromptSettings | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, shared_prompt: SharedPromptSettings | None = None, **kwargs: Any) -> None:
         self.shared_prompt = shared_prompt or SharedPromptSettings()
         self.sharing = SharingStats()
         register(IMPLEMENTATION)

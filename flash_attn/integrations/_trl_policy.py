@@ -54,9 +54,7 @@ class SharedPromptMixin(GroupShuffleMixin):
     args: Any
     _metrics: dict[str, Any]
 
-    def __init__(
-        self, *args: Any, shared_prompt: SharedPromptSettings | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, shared_prompt: SharedPromptSettings | None = None, **kwargs: Any) -> None:
         self.shared_prompt = shared_prompt or SharedPromptSettings()
         self.sharing = SharingStats()
         register(IMPLEMENTATION)
@@ -131,15 +129,14 @@ class SharedPromptMixin(GroupShuffleMixin):
         budget = batch_size * call.input_ids.shape[1]
         if torch.is_grad_enabled():
             budget = self.shared_prompt.max_packed_tokens or budget
-        step = SharedStep.of(
-            host, max_tokens=budget, batch_size=batch_size, cost_model=self._cost_model
-        )
+        step = SharedStep.of(host, max_tokens=budget, batch_size=batch_size, cost_model=self._cost_model)
         if step.shares_nothing and self.accelerator.num_processes == 1:
             return None, "no prompt occurs twice in this batch"
         if step.over_budget:
             longest = max(sum(lens[row]) for row in step.over_budget)
             self.sharing.warn_once(
-                f"a row of {longest} tokens exceeds max_packed_tokens={budget}: it runs alone, above the budget",
+                f"a row of {longest} tokens exceeds max_packed_tokens={budget}: "
+                "it runs alone, above the budget",
                 key="over budget",
             )
         try:
@@ -178,14 +175,32 @@ class SharedPromptMixin(GroupShuffleMixin):
                 call.model, packed, shift_labels=packed.shift_labels, fused_lm_head=True, **options
             )
 
-    def calibrate(self, *, max_tokens: int | None = None, max_seconds: float = 60.0) -> CostModel:
+    def calibrate(self, *, max_tokens: int = 8192, max_seconds: float = 60.0) -> CostModel:
         """Measures both ways on this model and machine, and decides by the result from now on.
 
-        Runs forward and backward of both passes on random tokens, up to `max_tokens` (default: 8192)
-        replicated tokens. Call it before `train`. Gradients are cleared; weights and random numbers of
+        Runs forward and backward of both passes on random tokens, up to `max_tokens` replicated tokens, for
+        about `max_seconds`. Call it before `train`. Gradients are cleared; weights and the random numbers of
         training are left alone. Process 0's result counts for all.
         """
         if self._refusal is not None:
             raise NotImplementedError(f"calibrate needs a model that can share prompts: {self._refusal}")
-        self._cost_model = calibrate_passes(self, max_tokens or 8192, max_seconds)
+
+        def shared(ids: torch.Tensor, mask: torch.Tensor, response_width: int) -> torch.Tensor:
+            call = _Pass(self.model, ids, mask, response_width, None, True, False)
+            step = SharedStep.of(
+                HostRows.of(ids, mask, response_width),
+                max_tokens=ids.numel(), batch_size=len(ids), cost_model=self._cost_model,
+            )  # fmt: skip
+            return self._shared_pass(call, step, len(step.packs))[0]
+
+        parent: Any = super()
+
+        def replicated(ids: torch.Tensor, mask: torch.Tensor, response_width: int) -> torch.Tensor:
+            call = _Pass(self.model, ids, mask, response_width, None, True, False)
+            return parent._get_per_token_logps_and_entropies(*call)[0]
+
+        self._cost_model = calibrate_passes(
+            self.model, self.accelerator.device, shared=shared, replicated=replicated,
+            max_tokens=max_tokens, max_seconds=max_seconds,
+        )  # fmt: skip
         return self._cost_model

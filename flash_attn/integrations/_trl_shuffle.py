@@ -1,7 +1,8 @@
 """TRL shuffles single rows over its micro-batches, which takes groups apart; here whole groups are shuffled.
 
 Runs after the parent's `_prepare_inputs`: the buffered micro-batches are put together again with rows of one
-prompt side by side. Groups stand in the order of their first rows after the parent's shuffle, which is random.
+prompt side by side. Groups stand in the order of their first rows after the parent's shuffle, which is
+random.
 """
 
 from __future__ import annotations

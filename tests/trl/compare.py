@@ -31,7 +31,15 @@ TRAINERS = {
 METRICS = ("loss", "grad_norm", "kl", "entropy", "reward", "aux_loss", "policy_loss")
 
 
-def run(side: str, family: str, folder, *, kind: str = "qwen3", options: dict[str, Any] | None = None, **changes: Any):
+def run(
+    side: str,
+    family: str,
+    folder,
+    *,
+    kind: str = "qwen3",
+    options: dict[str, Any] | None = None,
+    **changes: Any,
+):
     """`side`: "parent" or "shared". (trainer, logs, parameters)."""
     parent, shared, config = TRAINERS[family]
     settings = changes.pop("shared_prompt", None)
@@ -50,14 +58,18 @@ def parameter_error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> f
     return (difference / sum(float(a[k].double().square().sum()) for k in a)) ** 0.5
 
 
-def assert_same_logs(parent: list[dict[str, float]], shared: list[dict[str, float]], tolerance: float = 1e-5) -> None:
+def assert_same_logs(
+    parent: list[dict[str, float]], shared: list[dict[str, float]], tolerance: float = 1e-5
+) -> None:
     assert len(parent) == len(shared) > 0
     for step, (a, b) in enumerate(zip(parent, shared, strict=True)):
         for name in METRICS:
             assert (name in a) == (name in b)
             if name in a:
                 difference = abs(a[name] - b[name])
-                assert difference <= tolerance * max(1, abs(a[name])), f"step {step}: {name} {a[name]} {b[name]}"
+                assert difference <= tolerance * max(1, abs(a[name])), (
+                    f"step {step}: {name} {a[name]} {b[name]}"
+                )
     assert any(a["grad_norm"] > 1e-3 for a in parent), "nothing was trained"
 
 

@@ -48,7 +48,9 @@ def fsdp2(side: str, folder: Path) -> dict[str, Any]:
 
     parent, shared, config = TRAINERS["grpo"]
     trainer = make(
-        parent if side == "parent" else shared, arguments(folder / "out", config, **COMMON), model_path(folder)
+        parent if side == "parent" else shared,
+        arguments(folder / "out", config, **COMMON),
+        model_path(folder),
     )
     model = trainer.model
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -67,12 +69,20 @@ def fsdp2(side: str, folder: Path) -> dict[str, Any]:
     ids = torch.cat([prompt, responses], 1)
     with torch.no_grad():
         old, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, 9, batch_size=2)
-    log_probs, entropy, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, 9, compute_entropy=True)
+    log_probs, entropy, _ = trainer._get_per_token_logps_and_entropies(
+        model, ids, mask, 9, compute_entropy=True
+    )
     loss = (log_probs.exp() * torch.arange(1, 55).view(6, 9)).sum() + entropy.square().sum()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     assert any(type(g).__name__ == "DTensor" for g in gradients.values())
-    logs = [{"loss": float(old.sum()), "grad_norm": float(loss.detach()), "entropy": float(entropy.detach().sum())}]
+    logs = [
+        {
+            "loss": float(old.sum()),
+            "grad_norm": float(loss.detach()),
+            "entropy": float(entropy.detach().sum()),
+        }
+    ]
     return _result(trainer, logs, gradients)
 
 

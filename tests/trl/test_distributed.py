@@ -1,4 +1,5 @@
-"""Two processes on gloo: DDP training and an FSDP2 step equal the parent's, with other work on either process."""
+"""Two processes on gloo: DDP training and an FSDP2 step equal the parent's, with other work on either
+process."""
 
 from __future__ import annotations
 
@@ -25,23 +26,24 @@ def results(tmp_path_factory) -> Path:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     worker = str(Path(__file__).parent / "worker.py")
-    outputs = [open(folder / f"rank{rank}.log", "w+") for rank in range(2)]
-    processes = [
-        subprocess.Popen([sys.executable, worker, str(folder), str(rank), port, *CASES], stdout=out, stderr=out)
-        for rank, out in enumerate(outputs)
-    ]
-    try:
-        for process in processes:
-            process.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pass  # the missing result says which case hung
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, out in enumerate(outputs):
-        out.seek(0)
-        print(f"process {rank}:\n{out.read()[-3000:]}")
-        out.close()
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    with logs[0].open("w") as out0, logs[1].open("w") as out1:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, worker, str(folder), str(rank), port, *CASES], stdout=out, stderr=out
+            )
+            for rank, out in enumerate((out0, out1))
+        ]
+        try:
+            for process in processes:
+                process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass  # the missing result says which case hung
+        finally:
+            for process in processes:
+                process.kill()
+    for rank, log in enumerate(logs):
+        print(f"process {rank}:\n{log.read_text()[-3000:]}")
     return folder
 
 

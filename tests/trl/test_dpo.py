@@ -1,4 +1,5 @@
-"""Real DPO trainers with shared prompts against their parent: six optimizer steps, every metric and weight equal."""
+"""Real DPO trainers with shared prompts against their parent: six optimizer steps, every metric and weight
+equal."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ TIMES = ("runtime", "per_second", "step_time", "shared_prompt")
 
 
 def pairs(num_pairs: int = 8, system: int = 0) -> Dataset:
-    """Prompts of other lengths; responses that begin alike, are empty but for their end, or differ at once."""
+    """Prompts of other lengths; responses that begin alike, are empty but for their end, or differ at
+    once."""
     generator = torch.Generator().manual_seed(5)
 
     def words(n: int) -> list[str]:
@@ -42,8 +44,8 @@ def run(cls: type, folder, *, kind: str = "qwen3", dataset=None, options=None, *
     steps = Steps()
     args = arguments(folder / "out" / cls.__name__, DPOConfig, **{**BASE, **changes})
     trainer = cls(
-        model=model_path(folder, kind), args=args, train_dataset=dataset or pairs(), processing_class=tokenizer(),
-        callbacks=[steps], **(options or {}),
+        model=model_path(folder, kind), args=args, train_dataset=dataset or pairs(),
+        processing_class=tokenizer(), callbacks=[steps], **(options or {}),
     )  # fmt: skip
     trainer.train()
     return trainer, steps.logs, {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
@@ -72,15 +74,17 @@ def test_training_equals_the_parents(case, folder):
     worst = 0.0
     for a, b in zip(parent_logs, logs, strict=True):
         names = [n for n in a if not any(t in n for t in TIMES)]
-        assert {"loss", "grad_norm", "entropy", "logps/chosen", "rewards/margins", "logits/chosen"} <= set(names)
+        assert {"loss", "grad_norm", "entropy", "logps/chosen", "rewards/margins", "logits/chosen"} <= set(
+            names
+        )
         for name in names:
             error = abs(a[name] - b[name]) / max(1, abs(a[name]))
             assert error <= 1e-5, f"{name}: {a[name]} {b[name]}"
             worst = max(worst, error)
     error = parameter_error(parent_weights, weights)
     assert error <= 1e-4
-    print(f"dpo {case}: metrics {worst:.1e}, parameters {error:.1e}, tokens {trainer.sharing.num_packed_tokens} "
-          f"of {trainer.sharing.num_replicated_tokens}")  # fmt: skip
+    tokens = f"{trainer.sharing.num_packed_tokens} of {trainer.sharing.num_replicated_tokens}"
+    print(f"dpo {case}: metrics {worst:.1e}, parameters {error:.1e}, tokens {tokens}")
 
 
 def test_pairs_share_a_system_prompt(folder):
@@ -106,7 +110,9 @@ def test_rows_that_cannot_be_shared_fall_back_with_a_reason(folder):
     with pytest.warns(SharedPromptWarning, match="a row has an empty prompt"):
         model(input_ids=ids, attention_mask=mask, labels=ids, fused_lm_head=True)
     with pytest.warns(SharedPromptWarning, match="the model is called with position_ids"):
-        model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, position_ids=mask.cumsum(1))
+        model(
+            input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, position_ids=mask.cumsum(1)
+        )
     assert trainer.sharing.num_fallbacks == before + 3
 
 

@@ -1,4 +1,5 @@
-"""Real GRPO and RLOO trainers with shared prompts against their parents: six optimizer steps, everything equal.
+"""Real GRPO and RLOO trainers with shared prompts against their parents: six optimizer steps, everything
+equal.
 
 Both sides generate, score, shuffle and step for themselves; the parent only gets the same group shuffle.
 """
@@ -13,7 +14,8 @@ from compare import METRICS, assert_same_logs, assert_shared, parameter_error, r
 from peft import LoraConfig
 
 MOE = {"kind": "qwen3_moe", "router_aux_loss_coef": 0.1}
-# First tokens of one group tie in entropy, and rounding decides on which side of a threshold at their value they fall:
+# First tokens of one group tie in entropy, and rounding decides on which side of a threshold at their value
+# they fall:
 # the quantile is one whose threshold meets no tie in these six steps.
 ENTROPY = {"top_entropy_quantile": 0.65, "entropy_coef": 0.01}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -27,7 +29,10 @@ def lora():
 # What differs from the base: 8 rows a step in two micro-batches of one group of 4, KL 0.05, temperature 0.9.
 CASES = {
     "grpo": ("grpo", {"loss_type": "grpo"}),
-    "dapo": ("grpo", {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.0, "mask_truncated_completions": True}),
+    "dapo": (
+        "grpo",
+        {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.0, "mask_truncated_completions": True},
+    ),
     "dr_grpo": ("grpo", {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     "bnpo": ("grpo", {"loss_type": "bnpo", **REENTRANT}),
     "cispo": ("grpo", {"loss_type": "cispo", "epsilon_high": 5.0}),
@@ -63,9 +68,14 @@ def test_training_equals_the_parents(case, folder):
     assert_same_logs(parent_logs, shared_logs)
     error = parameter_error(parent_weights, shared_weights)
     assert error <= 1e-4
-    worst = max(abs(a[m] - b[m]) / max(1, abs(a[m])) for a, b in zip(parent_logs, shared_logs, strict=True) for m in METRICS if m in a)
-    print(f"{case}: metrics {worst:.1e}, parameters {error:.1e}, tokens {trainer.sharing.num_packed_tokens} "
-          f"of {trainer.sharing.num_replicated_tokens}")  # fmt: skip
+    worst = max(
+        abs(a[m] - b[m]) / max(1, abs(a[m]))
+        for a, b in zip(parent_logs, shared_logs, strict=True)
+        for m in METRICS
+        if m in a
+    )
+    tokens = f"{trainer.sharing.num_packed_tokens} of {trainer.sharing.num_replicated_tokens}"
+    print(f"{case}: metrics {worst:.1e}, parameters {error:.1e}, tokens {tokens}")
     if "router_aux_loss_coef" in changes:
         assert all("aux_loss" in entry and entry["aux_loss"] > 0 for entry in shared_logs)
     if "shared_prompt" in changes:
@@ -73,7 +83,8 @@ def test_training_equals_the_parents(case, folder):
 
 
 def test_every_pass_of_a_step_is_shared(folder):
-    """The override is called for policy, reference and old log-probs: counted, so that it cannot be bypassed."""
+    """The override is called for policy, reference and old log-probs: counted, so that it cannot be
+    bypassed."""
     trainer, _, _ = run("shared", "grpo", folder, num_iterations=2, max_steps=2)
     # Two optimizer steps of two micro-batches on one generation: four policy passes, one old, one reference.
     assert trainer.sharing.num_shared_passes == 4 + 2
@@ -113,7 +124,11 @@ def test_resuming_from_a_checkpoint_continues_the_same_run(folder, tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     _, whole, weights = run("shared", "grpo", tmp_path, **changes)
     trainer, resumed, resumed_weights = run(
-        "shared", "grpo", tmp_path, options={"resume": str(tmp_path / "out" / "shared" / "checkpoint-3")}, **changes
+        "shared",
+        "grpo",
+        tmp_path,
+        options={"resume": str(tmp_path / "out" / "shared" / "checkpoint-3")},
+        **changes,
     )
     assert len(resumed) == 3
     assert_shared(trainer, resumed)

@@ -1,4 +1,5 @@
-"""What cannot be shared runs as in the parent, with one warning that names the reason; bad input fails clearly."""
+"""What cannot be shared runs as in the parent, with one warning that names the reason; bad input fails
+clearly."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def tiny_trainer(folder, kind="qwen3", cls=SharedPromptGRPOTrainer, **options):
 
 
 def rows(num_rows: int = 4, prompt_len: int = 10, response_len: int = 5):
-    ids = torch.randint(3, 60, (num_rows, prompt_len + response_len), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        3, 60, (num_rows, prompt_len + response_len), generator=torch.Generator().manual_seed(0)
+    )
     ids[:, :prompt_len] = ids[0, :prompt_len]
     return ids, torch.ones_like(ids)
 
@@ -31,7 +34,9 @@ def both_ways(trainer, ids, mask, response_len=5, **options):
     """The override's log-probs and entropies, and the parent's on the same model."""
     arguments = (trainer.model, ids, mask, response_len)
     ours = trainer._get_per_token_logps_and_entropies(*arguments, compute_entropy=True, **options)
-    parents = GRPOTrainer._get_per_token_logps_and_entropies(trainer, *arguments, compute_entropy=True, **options)
+    parents = GRPOTrainer._get_per_token_logps_and_entropies(
+        trainer, *arguments, compute_entropy=True, **options
+    )
     return ours, parents
 
 
@@ -43,7 +48,9 @@ def test_a_refused_model_trains_as_with_the_parent(kind, reason, folder):
     changes = {"max_steps": 2, "kind": kind, "disable_dropout": False}
     torch.manual_seed(0)
     _, parent_logs, parent_weights = run("parent", "grpo", folder, **changes)
-    with pytest.warns(SharedPromptWarning, match="SharedPromptGRPOTrainer runs without shared prompts") as caught:
+    with pytest.warns(
+        SharedPromptWarning, match="SharedPromptGRPOTrainer runs without shared prompts"
+    ) as caught:
         trainer, logs, weights = run("shared", "grpo", folder, **changes)
     ours = [w for w in caught if w.category is SharedPromptWarning]
     assert len(ours) == 1 and reason in str(ours[0].message)
@@ -57,7 +64,11 @@ def test_a_refused_model_trains_as_with_the_parent(kind, reason, folder):
 @pytest.mark.parametrize(
     ("options", "extra", "reason"),
     [
-        ({}, {"token_type_ids": torch.zeros(4, 15, dtype=torch.int64)}, r"multimodal inputs \(token_type_ids\)"),
+        (
+            {},
+            {"token_type_ids": torch.zeros(4, 15, dtype=torch.int64)},
+            r"multimodal inputs \(token_type_ids\)",
+        ),
         ({"shared_prompt": SharedPromptSettings(cost_model=EXPENSIVE)}, {}, "sharing does not pay"),
     ],
 )
@@ -97,9 +108,13 @@ def test_prompt_learning_and_paged_generation_are_refused(folder):
 
     from flash_attn.integrations._trl_models import refusal
 
-    trainer = tiny_trainer(folder, peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    trainer = tiny_trainer(
+        folder, peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
     assert "PromptTuningConfig adds virtual tokens" in str(refusal(trainer.model))
-    with pytest.warns(SharedPromptWarning, match="PromptTuningConfig adds virtual tokens in front of each row"):
+    with pytest.warns(
+        SharedPromptWarning, match="PromptTuningConfig adds virtual tokens in front of each row"
+    ):
         trainer._get_per_token_logps_and_entropies(trainer.model, *rows(), 5)
     trainer = tiny_trainer(folder, changes={"use_transformers_continuous_batching": True})
     with pytest.warns(SharedPromptWarning, match="paged attention of its own"):
@@ -124,7 +139,9 @@ def test_empty_responses_give_zeros_and_gradients_of_zero(empty, folder):
 def test_an_over_long_row_is_named_and_still_right(folder):
     trainer = tiny_trainer(folder, shared_prompt=SharedPromptSettings(max_packed_tokens=20))
     ids, mask = rows(prompt_len=30)
-    with pytest.warns(SharedPromptWarning, match="a row of 35 tokens exceeds max_packed_tokens=20: it runs alone"):
+    with pytest.warns(
+        SharedPromptWarning, match="a row of 35 tokens exceeds max_packed_tokens=20: it runs alone"
+    ):
         ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 5)
     parents = GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, 5)
     torch.testing.assert_close(ours[0], parents[0], atol=2e-6, rtol=2e-6)
@@ -180,7 +197,9 @@ def test_calibration_decides_from_measured_times(folder):
     found = trainer.calibrate(max_tokens=256, max_seconds=1.0)
     assert found.unit == "seconds" and found.token > 0 and trainer._cost_model == found
     assert torch.equal(before, torch.random.get_rng_state())
-    assert all(p.grad is None and torch.equal(p, w) for p, w in zip(trainer.model.parameters(), weights, strict=True))
+    assert all(
+        p.grad is None and torch.equal(p, w) for p, w in zip(trainer.model.parameters(), weights, strict=True)
+    )
     assert found.fit_error is not None and found.fit_error < 5
     refused = tiny_trainer(folder, "qwen3_next")
     with pytest.raises(NotImplementedError, match="calibrate needs a model that can share prompts"):

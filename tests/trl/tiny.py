@@ -1,4 +1,5 @@
-"""Tiny models with a tokenizer on disk, prompts, rewards, and runs of real TRL trainers that the tests compare."""
+"""Tiny models with a tokenizer on disk, prompts, rewards, and runs of real TRL trainers that the tests
+compare."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     # Linear attention mixes rows: refused.
     "qwen3_next": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention",
+        "full_attention"],
     },
 }  # fmt: skip
 
@@ -69,7 +71,9 @@ def prompts(num_prompts: int = 8, longest: int = 24) -> Dataset:
     texts = []
     for i in range(num_prompts):
         length = int(torch.randint(6, longest + 1, (), generator=generator))
-        texts.append(" ".join(f"w{j}" for j in [i, *torch.randint(VOCAB, (length,), generator=generator).tolist()]))
+        texts.append(
+            " ".join(f"w{j}" for j in [i, *torch.randint(VOCAB, (length,), generator=generator).tolist()])
+        )
     return Dataset.from_dict({"prompt": texts})
 
 
@@ -103,7 +107,8 @@ def arguments(out: Path, config_class: type, **changes: Any) -> Any:
         "max_completion_length": 8,
         "max_steps": 6,
         "learning_rate": 1e-2,
-        # Adam divides by |gradient| + epsilon: with 1e-8 a gradient that is 0 but for rounding moves its weight by
+        # Adam divides by |gradient| + epsilon: with 1e-8 a gradient that is 0 but for rounding moves its
+        # weight by
         # the whole learning rate, in a random direction.
         "adam_epsilon": 1e-4,
         "beta": 0.05,

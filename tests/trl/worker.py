@@ -1,6 +1,6 @@
 """One of two processes (gloo, CPU): runs the named cases, both sides, and writes what process 0 saw.
 
-    python worker.py FOLDER RANK PORT CASE...
+python worker.py FOLDER RANK PORT CASE...
 """
 
 from __future__ import annotations
