@@ -22,18 +22,23 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+
+import kernel_report  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Block:
-    """One generated block: `text(record)` of the JSON file `source`, and the image that it shows, if any."""
+    """One generated block: for each JSON file `pattern` of the results its `text(data)` and its plot."""
 
     name: str
-    source: Path
-    text: Callable[[dict[str, Any]], str]
-    draw: Callable[[dict[str, Any], Path], None] | None = None
-    image: Path | None = None
+    pattern: str
+    text: Callable[[Any], str]
+    draw: Callable[[Any, Path], None]
+
+    def sources(self) -> list[Path]:
+        """The measured files, one a machine."""
+        return sorted(RESULTS.glob(self.pattern))
 
 
 def markdown_table(rows: list[tuple[str, ...]]) -> str:
@@ -50,7 +55,6 @@ def policy_update(record: dict[str, Any]) -> str:
     machine, case, differences = record["machine"], record["case"], record["differences"]
     lengths = [group["prompt"] for group in record["groups"]]
     rows = [("", "replicated", "shared", "replicated / shared"), *table_rows(record)]
-    image = (RESULTS / "cpu" / "policy_update.png").relative_to(ROOT).as_posix()
     busy = machine["load_average"] > machine["num_threads"] + 0.5
     threads = f"{machine['num_threads']} thread" + "s" * (machine["num_threads"] > 1)
     return f"""\
@@ -62,9 +66,7 @@ One GRPO update of {case["model"]}: {case["num_groups"]} prompts of {min(lengths
 {markdown_table(rows)}
 
 Largest difference of a log-prob: {differences["log_prob"]:.1e}. Largest relative difference of a gradient:
-{differences["gradient"]:.1e}, over {differences["num_parameters"]} parameter tensors.
-
-![tokens and seconds, replicated and shared]({image})"""
+{differences["gradient"]:.1e}, over {differences["num_parameters"]} parameter tensors."""
 
 
 def draw_policy_update(record: dict[str, Any], path: Path) -> None:
@@ -74,18 +76,25 @@ def draw_policy_update(record: dict[str, Any], path: Path) -> None:
     plot(record, path)
 
 
+def kernels(rows: list[dict[str, Any]]) -> str:
+    """`make bench`: every provider on every case."""
+    return kernel_report.text(rows, markdown_table)
+
+
 BLOCKS = {
     block.name: block
-    for block in [
-        Block(
-            "policy_update",
-            RESULTS / "cpu" / "policy_update.json",
-            policy_update,
-            draw_policy_update,
-            RESULTS / "cpu" / "policy_update.png",
-        ),
-    ]
+    for block in (
+        Block("policy_update", "cpu/policy_update.json", policy_update, draw_policy_update),
+        Block("kernels", "*/kernels.json", kernels, kernel_report.draw),
+    )
 }
+
+
+def commits(data: Any) -> set[str | None]:
+    """Commits that the figures of one file were measured on."""
+    if isinstance(data, list):
+        return {row.get("commit") for row in data}
+    return {data["machine"]["commit"]}
 
 
 def check_commit(commit: str | None, source: Path) -> None:
@@ -95,22 +104,32 @@ def check_commit(commit: str | None, source: Path) -> None:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
 
     name = source.relative_to(ROOT)
-    if commit is None or not re.fullmatch("[0-9a-f]{40}", commit):
+    if commit is None or not re.fullmatch("[0-9a-f]{7,40}", commit):
         raise ValueError(f"{name} must be measured on a commit without changes, got {commit}")
     whole = git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
     if whole and git("merge-base", "--is-ancestor", commit, "HEAD").returncode != 0:
         raise ValueError(f"{name} must be measured on an ancestor of this commit, got {commit}")
 
 
+def content(block: Block) -> str:
+    """What stands between the block's markers."""
+    parts = []
+    for source in block.sources():
+        data = json.loads(source.read_text())
+        for commit in commits(data):
+            check_commit(commit, source)
+        image = source.with_suffix(".png").relative_to(ROOT).as_posix()
+        parts.append(f"{block.text(data)}\n\n![{block.name}, {source.parent.name}]({image})")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def filled(text: str, block: Block) -> str:
     """`text` with the block's content put between its markers."""
-    record = json.loads(block.source.read_text())
-    check_commit(record["machine"]["commit"], block.source)
     begin, end = f"<!-- begin {block.name} -->", f"<!-- end {block.name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"README.md must have one {begin} and one {end}")
     before, rest = text.split(begin)
-    return f"{before}{begin}\n{block.text(record)}\n{end}{rest.split(end)[1]}"
+    return f"{before}{begin}\n{content(block)}\n{end}{rest.split(end)[1]}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -123,8 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
     old = new = README.read_text()
     for block in BLOCKS.values():
         new = filled(new, block)
-        if block.draw and block.image and not check:
-            block.draw(json.loads(block.source.read_text()), block.image)
+        for source in block.sources() if not check else []:
+            block.draw(json.loads(source.read_text()), source.with_suffix(".png"))
     if check:
         print("README.md is " + ("out of date: run make report" if new != old else "up to date"))
         return int(new != old)

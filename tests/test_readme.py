@@ -47,21 +47,39 @@ def test_the_example_runs_and_says_what_it_saves(capsys):
 
 
 def test_figures_are_those_of_the_measurements(report):
+    assert report.BLOCKS["policy_update"].sources(), "the demo was not measured"
     for block in report.BLOCKS.values():
         assert report.filled(README, block) == README, f"{block.name} is out of date: run make report"
-        assert block.image is None or block.image.is_file()
+        assert all(source.with_suffix(".png").is_file() for source in block.sources())
 
 
 def test_a_changed_figure_is_noticed(report, tmp_path, monkeypatch):
     block = report.BLOCKS["policy_update"]
-    record = json.loads(block.source.read_text())
+    record = json.loads(block.sources()[0].read_text())
     record["variants"]["shared"]["tokens"] += 1
-    changed = report.Block(block.name, tmp_path / "changed.json", block.text)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "policy_update.json").write_text(json.dumps(record))
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    changed.source.write_text(json.dumps(record))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "check_commit", lambda *_: None)
-    assert report.filled(README, changed) != README
+    assert report.filled(README, block) != README
+
+
+def test_rows_of_a_gpu_run_become_a_table_and_a_plot(report, tmp_path):
+    case = {"N": 8, "P": 1024, "R": 256, "H": 32, "Hk": 8, "d": 128, "dtype": "bf16", "groups": 1}
+    facts = {"gpu": "a GPU", "driver": "1", "cuda": "13.0", "torch": "2.13.0", "date": "2026-01-01"}
+    rows = [
+        {**facts, "matmul_tflops": 700, "case": case, "pass": direction, "provider": provider,
+         "time_ms": time_ms, "tflops": 100 / time_ms, "peak_gib": 1.5}
+        for provider, time_ms in (("slow", 4.0), ("fast", 2.0))
+        for direction in ("fwd", "bwd")
+    ]  # fmt: skip
+    text = report.BLOCKS["kernels"].text(rows)
+    assert text.index("| fast | 2.0 | 50 | 2.0 | 50 | 1.5 |") < text.index(
+        "| slow | 4.0 | 25 | 4.0 | 25 | 1.5 |"
+    )
+    report.BLOCKS["kernels"].draw(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("commit", [None, "0" * 40 + "+changes", "f" * 40])
@@ -69,7 +87,7 @@ def test_figures_of_another_checkout_are_refused(report, commit):
     if commit == "f" * 40 and not (ROOT / ".git").exists():
         pytest.skip("ancestors are known to git only")
     with pytest.raises(ValueError, match=r"policy_update.json must be measured on .*, got"):
-        report.check_commit(commit, report.BLOCKS["policy_update"].source)
+        report.check_commit(commit, report.BLOCKS["policy_update"].sources()[0])
 
 
 def test_every_row_of_the_support_table_names_a_test_that_exists():
