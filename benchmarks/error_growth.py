@@ -1,0 +1,106 @@
+"""Error of the prompt's dK and dV against fp64, over the number of responses and the GQA ratio.
+
+    python benchmarks/error_growth.py --out benchmarks/results/h200/error_growth.json
+
+Relative rms error over the prompt's rows, bf16. Ours sums in fp32 over all rows and query heads and rounds
+once; "two-call" rounds the parts to bf16 and adds them, "replicated" rounds every copy and sums N of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from cases import Case  # noqa: E402
+from providers import PROVIDERS, Problem  # noqa: E402
+from run import environment, packed, short  # noqa: E402
+
+NAMES = ("ours-sm90a", "ours-sm80", "ours-deterministic", "fa2-two-call", "fa2-replicated")
+BASE = dict(prompt_len=256, response_len=128, head_dim=128)
+
+
+def exact(problem: Problem) -> tuple[Tensor, Tensor]:
+    """dK and dV of the prompt in fp64, one query head at a time."""
+    _, p, r = problem.one_group()
+    index = torch.arange(problem.case.total, device="cuda")
+    owner = torch.where(index < p, -1, (index - p) // r)
+    mask = (index[None] <= index[:, None]) & ((index[None] < p) | (owner[None] == owner[:, None]))
+    ratio = problem.case.num_heads // problem.case.num_heads_k
+    dk, dv = (torch.zeros(x[:p].shape, dtype=torch.float64, device="cuda") for x in (problem.k, problem.v))
+    for head in range(problem.case.num_heads):
+        q, dout = problem.q[:, head].double(), problem.dout[:, head].double()
+        k, v = (x[:, head // ratio].double() for x in (problem.k, problem.v))
+        weights = (q @ k.T * problem.scale).masked_fill(~mask, -torch.inf).softmax(-1)
+        dp = dout @ v.T
+        ds = weights * (dp - (dp * weights).sum(-1, keepdim=True))
+        dk[:, head // ratio] += (ds[:, :p].T @ q) * problem.scale
+        dv[:, head // ratio] += weights[:, :p].T @ dout
+    return dk, dv
+
+
+def rows_of(case: Case, axis: str) -> list[dict[str, Any]]:
+    problem = Problem(case)
+    want = exact(problem)
+    rows = []
+    for name in NAMES:
+        row: dict[str, Any] = dict(axis=axis, case=case.row(), provider=name)
+        try:
+            _, _, dk, dv = packed(PROVIDERS[name](problem))
+            for label, x, y in (("dk", dk, want[0]), ("dv", dv, want[1])):
+                row[label] = float((x[: case.prompt_len].double() - y).norm() / y.norm())
+        except Exception as error:
+            row["error"] = short(error)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    labels = (("N", "responses on one prompt"), ("ratio", "query heads of a key head"))
+    for axis, (kind, label) in zip(axes, labels, strict=True):
+        for name in NAMES:
+            chosen = [r for r in rows if r["axis"] == kind and r["provider"] == name and "dk" in r]
+            xs = [r["case"]["N"] if kind == "N" else r["case"]["H"] // r["case"]["Hk"] for r in chosen]
+            axis.plot(xs, [r["dk"] for r in chosen], marker="o", markersize=3, label=f"{name} dK")
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel(label)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("relative rms error of dK, prompt rows")
+    axes[0].legend(fontsize=7, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Error of the prompt's gradients against fp64.")
+    parser.add_argument("--out", required=True, help="JSON file; the plot stands beside it as .png")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for n in (1, 2, 4, 8, 16, 32, 64):
+        rows += rows_of(Case(num_responses=n, num_heads=4, num_heads_k=2, **BASE), "N")
+    for ratio in (1, 2, 4, 8, 16):
+        rows += rows_of(Case(num_responses=8, num_heads=2 * ratio, num_heads_k=2, **BASE), "ratio")
+    facts = environment()
+    path = Path(args.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
+    draw(rows, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
