@@ -132,25 +132,30 @@ _segments: WeakIdKeyDictionary = (
 )  # cu_seqlens_q -> what its segments were made of, and they
 
 
+def _packed_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: int) -> Tensor:
+    zero = torch.zeros_like(cu_seqlens_q[1:])
+    context_end = torch.full_like(zero, context_seqlen) if context_seqlen else zero
+    q_begin, q_end, k_begin, k_end = cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:]
+    return torch.stack([q_begin, q_end, zero, context_end, k_begin, k_end], 1)
+
+
 def varlen_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: int = 0) -> Tensor:
     """The segments of packed sequences. One tensor for all layers that share cu_seqlens: backends remember by
     it."""
-    # A captured graph must rebuild them at each replay.
+    # A captured graph must rebuild them at each replay; inference tensors have no version to tell a change by.
     capturing = cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()
-    remember = not torch.compiler.is_compiling() and not capturing
-    remember = remember and type(cu_seqlens_q) is Tensor and type(cu_seqlens_k) is Tensor
-    remember = remember and not (cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference())
-    key = (id(cu_seqlens_k), cu_seqlens_q._version, cu_seqlens_k._version, context_seqlen) if remember else ()
-    known = _segments.get(cu_seqlens_q) if remember else None
+    plain = type(cu_seqlens_q) is Tensor and type(cu_seqlens_k) is Tensor
+    if torch.compiler.is_compiling() or capturing or not plain:
+        return _packed_segments(cu_seqlens_q, cu_seqlens_k, context_seqlen)
+    if cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference():
+        return _packed_segments(cu_seqlens_q, cu_seqlens_k, context_seqlen)
+    key = (id(cu_seqlens_k), cu_seqlens_q._version, cu_seqlens_k._version, context_seqlen)
+    known = _segments.get(cu_seqlens_q)
     if known is not None and known[0] == key and known[1]() is cu_seqlens_k:
         return known[2]
-    zero = torch.zeros_like(cu_seqlens_q[1:])
-    context_end = torch.full_like(zero, context_seqlen) if context_seqlen else zero
-    segments = torch.stack(
-        [cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, context_end, cu_seqlens_k[:-1], cu_seqlens_k[1:]], 1
-    )
-    if remember:
-        _segments[cu_seqlens_q] = (key, weakref.ref(cu_seqlens_k), segments)
+    with torch.inference_mode(False):  # a call with gradients may be next
+        segments = _packed_segments(cu_seqlens_q, cu_seqlens_k, context_seqlen)
+    _segments[cu_seqlens_q] = (key, weakref.ref(cu_seqlens_k), segments)
     return segments
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from flash_attn import checks
@@ -318,8 +319,9 @@ def flash_attn_shared_prompt_func(
         raise ValueError(f"q must have the layout's {layout.num_rows} rows, got {q.shape[0]}")
     if layout.segments.device != q.device:
         raise ValueError(f"layout must be on q's device {q.device}, got {layout.segments.device}")
-    plan: list[Tensor] = []  # with rows behind the layout's its tables are too short: the op builds its own
-    if q.shape[0] == layout.num_rows and q.device.type == "cuda":
+    # The op builds its own plan where the layout's does not fit (rows behind it) or would have to be traced.
+    plan: list[Tensor] = []
+    if q.device.type == "cuda" and q.shape[0] == layout.num_rows and not torch.compiler.is_compiling():
         head_dim = (q.shape[-1] + 7) // 8 * 8
         plan = layout.plan(
             head_dim=head_dim, num_heads_k=k.shape[1], dtype=q.dtype, causal=True, window_size=window_size

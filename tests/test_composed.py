@@ -350,6 +350,18 @@ def test_gpu_layouts_cost_no_sync(on_gpu: None) -> None:
 
 
 @pytest.mark.gpu
+def test_gpu_memory_stays_linear(on_gpu: None) -> None:
+    """Prompt of 16384 with 8 responses of 512: bf16 scores would take 0.8 GiB per head, 6.3 GiB in all."""
+    layout = SharedPromptLayout.from_lengths(prompt_lens=[16384], response_lens=[[512] * 8], device="cuda")
+    shapes = [(layout.num_rows, heads, 128) for heads in (8, 2, 2)]
+    tensors = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    flash_attn.flash_attn_shared_prompt_func(*tensors, layout).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**30
+
+
+@pytest.mark.gpu
 def test_gpu_backend_is_logged_once(on_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
     _backend._gpu_backend.cache_clear()
     x = torch.randn(1, 9, 2, 64, device="cuda", dtype=torch.float16)

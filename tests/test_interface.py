@@ -269,6 +269,22 @@ def test_compiled_functions() -> None:
     torch.testing.assert_close(*grads)
 
 
+def test_segments_are_remembered_until_cu_seqlens_change() -> None:
+    """Also across inference mode: what was built there must be good for a later call with gradients."""
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    x = torch.randn(7, 2, 8, requires_grad=True)
+    with torch.inference_mode():
+        first = flash_attn.flash_attn_varlen_func(x, x, x, cu, cu, 7, 7)
+    out = flash_attn.flash_attn_varlen_func(x, x, x, cu, cu, 7, 7)
+    out.sum().backward()
+    torch.testing.assert_close(out, first)
+    cu[1] = 5
+    fresh = torch.tensor([0, 5, 7], dtype=torch.int32)
+    wanted = flash_attn.flash_attn_varlen_func(x, x, x, fresh, fresh, 7, 7)
+    torch.testing.assert_close(flash_attn.flash_attn_varlen_func(x, x, x, cu, cu, 7, 7), wanted)
+    assert not torch.allclose(out, wanted)
+
+
 TAIL = {
     "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0,
     "alibi_slopes": None, "deterministic": False, "return_attn_probs": False,

@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +191,40 @@ def test_wrong_segments_are_refused(table: list[list[int]], message: str) -> Non
     args[5] = torch.tensor(table, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         torch.ops.flash_attn.fwd(*args)
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_ops_without_a_plan_build_one_from_their_own_arguments(
+    context: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: calls.append((a, k)) or ["plan"])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # nothing is remembered
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    args = op_args(context, torch.float32, requires_grad=False)
+    args = (*args[:8], 7, 6, 0.3, True, 4, 0, 0.0, False)
+    out, lse = torch.ops.flash_attn.fwd(*args)
+    saved = (out, None, *args[:5], out, lse, *args[5:])
+    for given, first, batch in ((args, 0, 5), (saved, 2, 9)):
+        planned = _ops._planned(given, first)
+        assert planned[batch + 2] == ["plan"] and len(planned) == len(given)
+        positional, named = calls.pop()
+        assert positional[0] is args[5] and positional[1:] == (13, 13, *((5, 5) if context else (None, 0)))
+        assert named == {
+            "num_heads_k": 2, "head_dim": 8, "dtype": torch.float32, "causal": True, "window_size": (4, 0),
+        }  # fmt: skip
+        assert _ops._planned(planned, first) is planned and not calls
+
+
+def test_plan_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: calls.append((a, k)) or [])
+    layout = SharedPromptLayout.from_lengths(prompt_lens=[5, 3], response_lens=[[2], [4]], device="cpu")
+    layout.plan(head_dim=64, num_heads_k=2, dtype=torch.bfloat16, window_size=(9, 0))
+    ((positional, named),) = calls
+    assert positional[0] is layout.segments
+    assert positional[1:] == (layout.num_rows, layout.num_rows, None, 8)
+    assert named["window_size"] == (9, 0) and named["causal"] and named["num_heads_k"] == 2
 
 
 def test_a_second_copy_is_refused_with_both_reasons() -> None:
