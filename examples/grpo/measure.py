@@ -107,7 +107,7 @@ def _cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+changes" where files differ from it; None outside a checkout."""
+    """The checkout's commit, with "+changes" where sources differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -116,7 +116,8 @@ def commit() -> str | None:
         ).stdout
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no").strip()
+        sources = (":(top)", ":(top,exclude)benchmarks/results", ":(top,exclude)README.md")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *sources).strip()
         return git("rev-parse", "HEAD").strip() + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
