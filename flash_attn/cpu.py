@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flash_attn import _cpu_tiles
-from flash_attn._pieces import Kind, Run, bands, check_table, cut, runs
-from flash_attn._rows import Rows, rows_of
+from flash_attn._pieces import Kind, bands, check_table, cut, runs
+from flash_attn._rows import RaggedRows, Rows, Work, work_of
 
 aten = torch.ops.aten
 _flash = aten._scaled_dot_product_flash_attention_for_cpu
@@ -49,10 +49,11 @@ def _plan(
     causal: bool,
     window: tuple[int, int],
     softcap: float,
-) -> list[Run]:
+) -> list[Work]:
     table = segments.tolist()
     check_table(table, q.shape[0], k.shape[0], None if k_context is None else k_context.shape[0])
-    return runs(cut(table, causal, *window) if softcap == 0.0 else list(bands(table, causal, *window)))
+    pieces = cut(table, causal, *window) if softcap == 0.0 else list(bands(table, causal, *window))
+    return work_of(runs(pieces))
 
 
 def forward(
@@ -76,16 +77,16 @@ def forward(
     total_q, num_heads, _ = q.shape
     out = q.new_zeros(total_q, num_heads, v.shape[-1])
     lse = q.new_full((total_q, num_heads), -torch.inf)
-    for run in todo:
+    for work in todo:
+        run, rows, columns = work.run, work.rows, work.keys
         keys, values = regions[run.piece.context]
-        rows, columns = rows_of(run)
         if run.piece.kind is Kind.BAND:
             _cpu_tiles.forward(run, q, keys, values, softmax_scale, softcap, out, lse)
             continue
         o, l = _flash_forward(
             run.piece.kind, rows.take(q), columns.take(keys), columns.take(values), softmax_scale
         )
-        if len(todo) == 1 and o.shape[0] * o.shape[1] == total_q:
+        if len(todo) == 1 and isinstance(rows, Rows) and o.shape[0] * o.shape[1] == total_q:
             out, lse = o.reshape(out.shape), l.reshape(lse.shape)
         else:
             _merge(rows, out, lse, o, l)
@@ -115,7 +116,7 @@ def _kernel_inputs(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     return q, k, v
 
 
-def _merge(rows: Rows, out: Tensor, lse: Tensor, o: Tensor, l: Tensor) -> None:
+def _merge(rows: Rows | RaggedRows, out: Tensor, lse: Tensor, o: Tensor, l: Tensor) -> None:
     """Adds one part of some rows' softmax to what out and lse hold of it. Every row of the part sees a
     key."""
     before = rows.take(lse)
@@ -151,14 +152,15 @@ def backward(
     if k_context is not None:
         grads[True] = (_zeros(regions[True][0]), _zeros(regions[True][1]))
     flash_dout, flash_out, width = dout, out, head_dim
-    if dlse is not None and any(run.piece.kind is not Kind.BAND for run in todo):
+    if dlse is not None and any(work.run.piece.kind is not Kind.BAND for work in todo):
         # The kernel knows no dlse. One more column with v = 0, dout = 1 and out = -dlse adds it to
         # rowsum(dout * out) and to nothing else.
         flash_dout = torch.cat([dout, torch.ones_like(dout[..., :1])], -1)
         flash_out = torch.cat([out, -dlse.t()[..., None].to(out.dtype)], -1)
         width = max(head_dim, head_dim_v + 1)
     delta = None
-    for run in todo:
+    for work in todo:
+        run, rows, columns = work.run, work.rows, work.keys
         keys, values = regions[run.piece.context]
         into = grads[run.piece.context]
         if run.piece.kind is Kind.BAND:
@@ -167,7 +169,6 @@ def backward(
                 delta = delta if dlse is None else delta - dlse.t()
             _cpu_tiles.backward(run, q, keys, values, dout, lse, delta, softmax_scale, softcap, dq, *into)
             continue
-        rows, columns = rows_of(run)
         parts = _flash_backward_of(
             run.piece.kind, rows.take(flash_dout), rows.take(q), columns.take(keys), columns.take(values),
             rows.take(flash_out), rows.take(lse), softmax_scale, width,
