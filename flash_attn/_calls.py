@@ -142,7 +142,7 @@ def _packed_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen:
 def varlen_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: int = 0) -> Tensor:
     """Packed sequences' segments: one tensor for all layers that share cu_seqlens; backends remember by
     it."""
-    # A captured graph must rebuild them at each replay; inference tensors have no version that tells a change.
+    # A captured graph must rebuild them at each replay; inference tensors have no version to tell a change.
     capturing = cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()
     plain = type(cu_seqlens_q) is Tensor and type(cu_seqlens_k) is Tensor
     if torch.compiler.is_compiling() or capturing or not plain:
