@@ -6,6 +6,7 @@
 
 #include "src/common/bwd_preprocess.h"
 #include "src/common/plan_launch.h"
+#include "src/common/shared_memory.h"
 #include "tensors.h"
 
 namespace flash_attn {
@@ -22,7 +23,11 @@ Kernels const& kernels_for(Device const& device, int64_t head_dim, DType dtype) 
 template <typename Function, typename Params>
 void launch(Function function, Params const& params, Kernels const& kernels, char const* pass, cudaStream_t stream) {
     if (!function) throw std::runtime_error(text("flash_attn: ", name_of(kernels, pass), " is not built in this library"));
-    check_cuda(function(params, stream), name_of(kernels, pass));
+    cudaError_t const status = function(params, stream);
+    if (status == cudaErrorInvalidValue && kernels.arch == 80)  // from the request for shared memory
+        throw std::runtime_error(text("flash_attn: ", name_of(kernels, pass), " needs more than the ", shared_memory_limit() / 1024,
+                                      " KB of shared memory that a block may use on this GPU"));
+    check_cuda(status, name_of(kernels, pass));
 }
 
 // Context items alone would leave SMs idle (short prompts): cut their rows in up to kMaxSplits parts. From shapes only.
@@ -46,7 +51,8 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     for (int64_t rows : {total_q, total_k, total_context.value_or(0)}) check(rows >= 0 && rows <= kIntMax, "rows", "be below 2**31", rows);
     Device const& device = device_of(segments.get_device_index());
     Kernels const& kernels = kernels_for(device, head_dim, dtype_of(dtype));
-    TileSizes const tile = kernels.tile;
+    DeviceScope const scope(device.index);
+    TileSizes const tile = kernels.tile(shared_memory_limit());
     auto const window = [](int64_t w) { return int(w < 0 ? -1 : std::min<int64_t>(w, kIntMax)); };
 
     PlanParams p{};
@@ -63,7 +69,6 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     check(queries + keys <= kIntMax, "segments", "have fewer rows", shape_of(segments));
     p.query_capacity = int(queries), p.key_capacity = int(keys);
 
-    DeviceScope const scope(device.index);
     std::vector<Tensor> tables{new_empty(segments, {total_q, 4}, ScalarType::Int),
                                new_empty(segments, {(total_q + kBlockRows - 1) / kBlockRows, 8}, ScalarType::Int),
                                new_empty(segments, {queries, 12}, ScalarType::Int),
@@ -83,6 +88,7 @@ struct Call {
     Tensor q, k, v, k_context, v_context, tile_counter;
     bool context_in_k;
     Kernels const* kernels;
+    TileSizes tile;
     FwdParams params{};
 
     Call(Tensor const& q_, Tensor const& k_, Tensor const& v_, OptionalTensor const& k_context_, OptionalTensor const& v_context_,
@@ -113,7 +119,9 @@ struct Call {
 
         Device const& device = device_of(q_.get_device_index());
         kernels = &kernels_for(device, q_.size(2), dtype_of(q_.scalar_type()));
-        check(plan[2].size(0) == query_capacity(total_q, segments.size(0), kernels->tile.fwd_block_m), "plan[2]", "be built for these tensors",
+        DeviceScope const scope(device.index);
+        tile = kernels->tile(shared_memory_limit());
+        check(plan[2].size(0) == query_capacity(total_q, segments.size(0), tile.fwd_block_m), "plan[2]", "be built for these tensors",
               plan[2].size(0));
 
         q = as_operand(q_), k = as_operand(k_), v = as_operand(v_);
@@ -255,7 +263,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, OptionalTens
     p.lse_log2 = static_cast<float*>(row_values.data_ptr());
     p.dout_dot_out = p.lse_log2 + q.size(1) * p.rows_padded;
     p.num_splits = splits_of(p.fwd.plan.num_key_items, p.fwd, call.context_in_k, segments.size(0),
-                             call.kernels->tile.bwd_block_n);
+                             call.tile.bwd_block_n);
     std::optional<Tensor> partial;
     if (p.num_splits > 1) {
         int64_t const elements = p.num_splits * call.k_context.size(0) * k.size(1) * call.kernels->head_dim;

@@ -22,7 +22,6 @@ Device read_device(int index) {
     d.index = index;
     d.capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
     d.num_sms = attribute(cudaDevAttrMultiProcessorCount);
-    d.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     return d;
 }
 

@@ -19,7 +19,7 @@ struct Kernels {
     int arch;            // 80: mma.sync + cp.async, any GPU since Ampere; 90: sm_90a
     int head_dim;        // of the kernels; tensors of a smaller one run in them
     DType dtype;
-    TileSizes tile;      // what plans are built for
+    TileSizes (*tile)(int shared_memory);  // what plans are built for, by the bytes that a block may use
     FwdFunction fwd;
     BwdFunction bwd, bwd_dq, bwd_post;
 };
@@ -31,7 +31,6 @@ extern char const* const kBuildId;  // commit of the sources
 struct Device {
     int index, capability;  // 80, 86, 90, ...
     int num_sms;
-    int shared_memory_per_block;  // bytes a block may use
 };
 
 // Facts of a device, read once.

@@ -8,6 +8,7 @@ build_support.py compiles them. README and GPU tests take their lists from here 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def table_source(kernels: Sequence[Kernel], build_id: str) -> str:
                 columns.append(f"{space}::{name}")
             else:
                 columns.append("nullptr")
-        facts = [str(arch), str(head_dim), CPP_DTYPES[dtype], f"{space}::tile_sizes({head_dim})"]
+        facts = [str(arch), str(head_dim), CPP_DTYPES[dtype], tile_function(arch, head_dim)]
         rows.append(f"    {{{', '.join(facts + columns)}}},")
     includes = [f'#include "{ARCHS[a].folder}/tiles.h"' for a in dict.fromkeys(k.arch for k in kernels)]
     return "\n".join(
@@ -134,6 +135,15 @@ def table_source(kernels: Sequence[Kernel], build_id: str) -> str:
             "",
         ]
     )
+
+
+def tile_function(arch: int, head_dim: int) -> str:
+    """Tile sizes by shared memory, where this arch's tiles.h distinguishes GPUs."""
+    tiles = (Path(__file__).resolve().parents[2] / ARCHS[arch].folder / "tiles.h").read_text()
+    by_memory = re.search(r"tile_sizes\(int head_dim, int \w+\)", tiles)
+    arguments = f"{head_dim}, shared_memory" if by_memory else str(head_dim)
+    name = " shared_memory" if by_memory else ""
+    return f"[](int{name}) {{ return {ARCHS[arch].namespace}::tile_sizes({arguments}); }}"
 
 
 def write_if_changed(path: Path, text: str) -> None:

@@ -12,7 +12,8 @@ namespace flash_attn {
 
 constexpr int kBlockRows = 64;  // granularity of the packed query grid: BlockSpan, dQ accumulator, backward row tiles
 
-// Every arch's tiles.h returns one from `constexpr TileSizes tile_sizes(int head_dim)`; the plan is built for it.
+// Every arch's tiles.h returns one from `constexpr TileSizes tile_sizes(int head_dim)`, or, where tiles depend on what a
+// block may use (src/common/shared_memory.h), `tile_sizes(int head_dim, int shared_bytes)`. The plan is built for it.
 struct TileSizes {
     int fwd_block_m;  // most rows of a QueryItem (forward and dQ pass)
     int bwd_block_n;  // most keys of a KeyItem

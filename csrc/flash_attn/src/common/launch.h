@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include "shared_memory.h"
+
 namespace flash_attn {
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -14,6 +16,7 @@ cudaError_t launch(void (*kernel)(Params...), int64_t num_blocks, int num_rows, 
     if (num_blocks == 0 || num_rows == 0) return cudaSuccess;
     if (num_blocks > 0x7fffffff || num_rows > 0xffff) return cudaErrorInvalidConfiguration;
     if (shared_bytes > 48 * 1024) {
+        if (shared_bytes > shared_memory_limit()) return cudaErrorInvalidValue;
         cudaError_t const error =
             cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
         if (error != cudaSuccess) return error;
