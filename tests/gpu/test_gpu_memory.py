@@ -198,3 +198,18 @@ def test_errors_name_the_argument(path: int) -> None:
     with pytest.raises(ValueError, match="dtype must be float16 or bfloat16"):
         attend(x.float(), x.float(), x.float())
     check_case(shared_case(*LENGTHS))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("shared_kb", [99, 163])
+def test_tiles_of_gpus_with_less_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, shared_kb: int, head_dim: int
+) -> None:
+    """sm_86, sm_89 and sm_120 give a block 99 KB, sm_80 163: every pass runs there, or is refused by name."""
+    monkeypatch.setenv("FLASH_ATTN_FORCE_ARCH", "80")
+    monkeypatch.setenv("FLASH_ATTN_FORCE_SHARED_KB", str(shared_kb))
+    for deterministic in (False, True):
+        try:
+            check_case(shared_case(*LENGTHS, head_dim=head_dim), deterministic)
+        except RuntimeError as error:
+            assert shared_kb == 99 and f"needs more than the {shared_kb} KB of shared memory" in str(error)
