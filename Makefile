@@ -70,8 +70,9 @@ clean:  ## remove what the other targets made, the environment too
 
 .PRECIOUS: %/base.stamp
 
-$(TRL_VENV)/trl.stamp: $(TRL_VENV)/base.stamp
-	$(TRL_VENV)/$(PIP) -c requirements/pins.txt trl peft datasets accelerate pytest
+$(TRL_VENV)/trl.stamp: $(TRL_VENV)/base.stamp requirements/tasks.txt requirements/demo-no-deps.txt
+	$(TRL_VENV)/$(PIP) -c requirements/pins.txt trl peft datasets accelerate pytest gguf matplotlib tqdm -r requirements/tasks.txt
+	$(TRL_VENV)/$(PIP) --no-deps -r requirements/demo-no-deps.txt
 	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/base.stamp requirements/tasks.txt requirements/demo-no-deps.txt

@@ -1,0 +1,110 @@
+"""The training examples end to end on a tiny model: logs, curves, and the two ways equal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import model_path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def examples():
+    sys.path.insert(0, str(ROOT / "examples"))
+    yield
+    sys.path.remove(str(ROOT / "examples"))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_both_ways_train_alike_and_are_drawn(loss_type, folder, tmp_path, capsys):
+    from grpo_reasoning_gym import main
+
+    common = [
+        "--model", model_path(folder), "--out", str(tmp_path), "--steps", "3", "--num-prompts", "2",
+        "--quiet", "--num-responses", "4", "--prompt-length", "60", "--max-new-tokens", "6", "--loss-type",
+        loss_type, "--seeds", "0", "1", "--learning-rate", "1e-3",
+    ]  # fmt: skip
+    main(["--shared-prompt", *common])
+    main(["--replicated", *common])
+    for seed in (0, 1):
+        shared, replicated = (
+            [
+                json.loads(line)
+                for line in (tmp_path / f"{v}-{loss_type}-seed{seed}.jsonl").read_text().splitlines()
+            ]
+            for v in ("shared", "replicated")
+        )
+        assert shared[0]["run"]["machine"]["backend"] == "cpu" and shared[0]["run"]["loss_type"] == loss_type
+        assert [entry["step"] for entry in shared[1:]] == [1, 2, 3]
+        for a, b in zip(replicated[1:], shared[1:], strict=True):
+            assert b["shared_prompt/fallbacks"] == 0
+            assert b["shared_prompt/packed_tokens"] < b["shared_prompt/replicated_tokens"]
+            assert "shared_prompt/packed_tokens" not in a
+            for name in ("reward", "loss", "grad_norm", "entropy", "num_tokens"):
+                assert a[name] == pytest.approx(b[name], abs=1e-5)
+            assert sum(b["phases"].values()) == pytest.approx(b["seconds"])
+            assert min(b["phases"].values()) > -1e-3 and b["phases"]["policy update"] > 0
+            assert b["tokens_per_second"] > 0
+    logs = sorted(map(str, tmp_path.glob("*.jsonl")))
+    main(["--plot", *logs, "--figure", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert "times as fast when shared" in capsys.readouterr().out
+
+
+def test_means_of_the_curves():
+    from grpo.curves import Run, running_mean, summary
+
+    assert running_mean([1.0, 3.0, 5.0, 7.0], window=2) == [1.0, 2.0, 4.0, 6.0]
+    steps = [
+        {"step": i, "reward": float(i), "seconds": 2.0, "phases": {"policy update": 1.0}} for i in range(40)
+    ]
+    (found,) = summary([Run({"shared": True, "seed": 3}, steps)]).values()
+    assert found["first_rewards"] == [4.5] and found["last_rewards"] == [34.5] and found["seeds"] == [3]
+    assert found["median_update_seconds"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shared-prompt", "--num-responses", "1"], "--num-responses must be at least 2"),
+        (["--shared-prompt", "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--replicated", "--temperature", "0"], "--temperature must be above 0"),
+        ([], "one of the arguments --shared-prompt --replicated --plot is required"),
+    ],
+)
+def test_wrong_arguments(arguments, message, capsys):
+    from grpo_reasoning_gym import parse
+
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_log_is_named(tmp_path):
+    from grpo_reasoning_gym import main
+
+    (tmp_path / "x.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit, match=r"x\.jsonl is not a log of this example"):
+        main(["--plot", str(tmp_path / "x.jsonl")])
+
+
+def test_dpo_pairs_are_equal_both_ways(folder, capsys):
+    from dpo_pairs import main
+
+    arguments = [
+        "--model",
+        model_path(folder),
+        "--prompt-length",
+        "60",
+        "--steps",
+        "3",
+        "--learning-rate",
+        "1e-3",
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "losses equal within" in printed and "tokens through the models" in printed
