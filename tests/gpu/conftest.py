@@ -20,9 +20,12 @@ sys.path.insert(0, str(ROOT / "csrc" / "flash_attn"))
 from kernels import ARCHS  # noqa: E402
 
 
+DEFAULT_PATHS = ",".join(map(str, ARCHS))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", default=None, help="write passed and failed per file as JSON")
-    parser.addoption("--paths", default=",".join(map(str, ARCHS)), help="code paths to test, 80,90")
+    parser.addoption("--paths", default=DEFAULT_PATHS, help="code paths to test, 80,90")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(params=[90, 80], ids=["sm90a", "sm80"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The code path under test, forced."""
-    if str(request.param) not in request.config.getoption("--paths").split(","):
+    if str(request.param) not in request.config.getoption("--paths", DEFAULT_PATHS).split(","):
         pytest.skip("not asked for (--paths)")
     if request.param == 90 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
@@ -64,7 +67,7 @@ def environment() -> dict[str, Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    target = config.getoption("--gpu-report")
+    target = config.getoption("--gpu-report", None)  # the options exist where tests/gpu is named
     if not target:
         return
     files: dict[str, Counter[str]] = {}
