@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT / "csrc" / "flash_attn"))
 
 from kernels import ARCHS  # noqa: E402
 
-
 DEFAULT_PATHS = ",".join(map(str, ARCHS))
 
 
