@@ -33,9 +33,10 @@ struct BwdStorage {
     alignas(1024) float dq[T::kConsumers][T::kWithDq && !T::kWide ? T::kDqFloats : 4];
     alignas(16) float probs[T::kWide ? T::kBlockN * kBlockRows : 4];  // P^T, in the order of the warpgroups' registers
     alignas(16) float scalars[2][T::kStages][kBlockRows];
-    Barrier keys_full, tail[2];
+    Barrier keys_full, tail[2], ds_full[2];
     Barrier full[2][T::kStages], empty[2][T::kStages];
     StageRows stage_rows[T::kStages];  // travels with operand 0
+    int64_t next_dq_offset[T::kConsumers];  // of the block whose dQ comes next
     int64_t dq_offset[T::kConsumers];  // where the tile goes, in floats; -1: no more
     KeyItem item;
 
@@ -43,6 +44,7 @@ struct BwdStorage {
         keys_full.init(2);
         for (int operand = 0; operand < 2; ++operand) {
             tail[operand].init(1);
+            ds_full[operand].init(4 * T::kConsumers);  // every warp has written its part
             for (int i = 0; i < T::kStages; ++i) {
                 full[operand][i].init(1);
                 empty[operand][i].init(T::kConsumers);

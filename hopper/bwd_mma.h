@@ -1,7 +1,6 @@
 // Backward, consumer warpgroups (64 keys each), for one key tile and all query rows that see it:
 //   S^T = K Q^T, P^T = exp2(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - D), dV += P^T dO, dK += dS^T Q, dQ tile = dS K.
 // P^T and dS^T are register operands; dS^T also goes to shared memory, where the warpgroups exchange it for dQ.
-// S^T of the next block is issued before dQ leaves the registers, so that the tensor cores never wait for a store.
 #pragma once
 
 #include "bwd_load.h"
@@ -89,6 +88,21 @@ __device__ __forceinline__ void bwd_store_gradient(BwdParams const& p, KeyItem c
                                      p.fwd.head_dim);
 }
 
+// The two scalars of each of the thread's column pairs, from a stage's row scalars.
+template <int N>
+__device__ __forceinline__ void fill_columns(float (&x)[N], float const* scalars, float factor) {
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) {
+        float2 const pair = *reinterpret_cast<float2 const*>(scalars + 8 * j + 2 * (threadIdx.x % 4));
+        x[4 * j] = x[4 * j + 2] = pair.x * factor;
+        x[4 * j + 1] = x[4 * j + 3] = pair.y * factor;
+    }
+}
+
+// One warpgroup's state over the blocks of an item. Order of its products: S_i, dQ_{i-1}, dV_i, dP_i, dK_i. dQ comes one
+// block late, so that the exchange of dS never makes one warpgroup wait for the other and the two drift apart: while one
+// computes exponentials, the other has the tensor cores. lse and D enter as initial values of the accumulators of S^T and
+// dP^T: P = exp2(scale (S - lse / scale)), dS = P (dP - D), without a load behind the products.
 template <class T>
 __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, int head_k) {
     using Element = typename T::Element;
@@ -101,139 +115,164 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
     bool const signals = thread == 0;
     float const scale_log2 = (T::kSoftcap ? p.fwd.softcap : p.fwd.softmax_scale) * kLog2e;
     float const tanh_scale = T::kSoftcap ? p.fwd.softmax_scale / p.fwd.softcap : 0.f;
-    int const first_head = p.head_k_begin * (p.fwd.num_heads / p.fwd.num_heads_k);
 
     float dk[kD / 2], dv[kD / 2];
 #pragma unroll
     for (int i = 0; i < kD / 2; ++i) { dk[i] = dv[i] = 0.f; }
     pin(dk);
     pin(dv);
-    float probs[kM / 2], dprobs[kM / 2];
-    uint32_t packed_p[kM / 4], packed_ds[kM / 4];
+    float probs[kM / 2];  // S^T, then P^T
 
     uint32_t const desc_k = TileK::template descriptor<Major::K>(smem_address(s.keys[0]) + 64 * TileK::kRowBytes * warpgroup);
     uint32_t const desc_v = TileK::template descriptor<Major::K>(smem_address(s.keys[1]) + 64 * TileK::kRowBytes * warpgroup);
     uint32_t const desc_k_dq =
         TileK::template descriptor<Major::MN>(smem_address(s.keys[0]) +
                                               (T::kDqTurns ? 0 : T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup));
+    Ring<T::kStages> ring;  // the block's stage
+    Ring<2> ds;             // its dS buffer
 
-    Ring<T::kStages> ring;
-    int buffer = 0;
-    StageRows rows = {};
-    auto const issue_scores = [&](int stage) {
+    auto const issue_scores = [&] {
+        if constexpr (!T::kSoftcap) { fill_columns(probs, s.scalars[0][ring.stage], -1.f / scale_log2); }
+        pin(probs);
         wgmma_fence();
-        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, true>(probs, desc_k,
-                                                                               TileQ::template descriptor<Major::K>(smem_address(s.rows[0][stage])));
+        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, T::kSoftcap>(
+            probs, desc_k, TileQ::template descriptor<Major::K>(smem_address(s.rows[0][ring.stage])));
         wgmma_commit();
     };
-
-    // Issues dP^T and dV of the block whose S^T is on its way; leaves P^T in probs, dP^T in dprobs.
+    // S^T to P^T; starts dV.
     auto const probabilities = [&] {
-        uint32_t const desc_dout = TileQ::template descriptor<Major::K>(smem_address(s.rows[1][ring.stage]));
-        issue_scores(ring.stage);
-        s.full[1][ring.stage].wait(ring.phase);
-        wgmma_fence();
-        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, true>(dprobs, desc_v, desc_dout);
-        wgmma_commit();
-        wgmma_wait<1>();  // S^T
+        uint32_t packed[kM / 4];
         pin(probs);
         if constexpr (T::kSoftcap) {
 #pragma unroll
             for (float& x : probs) { x = tanh_approx(x * tanh_scale); }
         }
-        if (rows.masked) { mask_rows(probs, p, s.item, rows.block, 64 * warpgroup + thread / 32 * 16 + lane / 4); }
+        if (s.stage_rows[ring.stage].masked) {
+            mask_rows(probs, p, s.item, s.stage_rows[ring.stage].block, 64 * warpgroup + thread / 32 * 16 + lane / 4);
+        }
 #pragma unroll
         for (int j = 0; j < kM / 8; ++j) {
-            float2 const lse = *reinterpret_cast<float2 const*>(&s.scalars[0][ring.stage][8 * j + 2 * (lane % 4)]);
+            float2 lse = make_float2(0.f, 0.f);
+            if constexpr (T::kSoftcap) { lse = *reinterpret_cast<float2 const*>(&s.scalars[0][ring.stage][8 * j + 2 * (lane % 4)]); }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float& x = probs[4 * j + 2 * half];
                 float& y = probs[4 * j + 2 * half + 1];
                 float const px = exp2_approx(x * scale_log2 - lse.x), py = exp2_approx(y * scale_log2 - lse.y);
-                packed_p[2 * j + half] = pack<Element>(px, py);
+                packed[2 * j + half] = pack<Element>(px, py);
                 x = T::kSoftcap ? px * fmaxf(1.f - x * x, 0.f) : px;  // dS takes tanh's derivative along
                 y = T::kSoftcap ? py * fmaxf(1.f - y * y, 0.f) : py;
             }
         }
-        pin(packed_p);
+        s.full[1][ring.stage].wait(ring.phase);
+        pin(packed);
         wgmma_fence();
-        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dv, packed_p,
-                                                                TileQ::template descriptor<Major::MN>(smem_address(s.rows[1][ring.stage])));
+        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dv, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[1][ring.stage])));
         wgmma_commit();
-        wgmma_wait<T::kWithDq ? 1 : 0>();  // dP^T (without dQ's barrier, dS would be packed amid dV's products, which ptxas refuses)
+    };
+    // dP^T and dS^T; starts dK.
+    auto const gradients = [&] {
+        float dprobs[kM / 2];
+        uint32_t packed[kM / 4];
+        fill_columns(dprobs, s.scalars[1][ring.stage], -1.f);
         pin(dprobs);
+        wgmma_fence();
+        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, false>(
+            dprobs, desc_v, TileQ::template descriptor<Major::K>(smem_address(s.rows[1][ring.stage])));
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(dprobs);
+        pin(dv);
+        if (signals) { s.empty[1][ring.stage].arrive(); }
+#pragma unroll
+        for (int i = 0; i < kM / 4; ++i) { packed[i] = pack<Element>(probs[2 * i] * dprobs[2 * i], probs[2 * i + 1] * dprobs[2 * i + 1]); }
+        pin(packed);
+        wgmma_fence();
+        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dk, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[0][ring.stage])));
+        wgmma_commit();
+        if constexpr (T::kWithDq) {
+            // Two buffers suffice: who writes this one has waited for the other warpgroup's part of the next, written behind its reads of this.
+            store_packed<TileS>(smem_address(s.ds[ds.stage]), packed, warpgroup);
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) { s.ds_full[ds.stage].arrive(); }
+            if (signals) {  // kept in memory: registers are short
+                StageRows const rows = s.stage_rows[ring.stage];
+                int const first_head = p.head_k_begin * (p.fwd.num_heads / p.fwd.num_heads_k);
+                s.next_dq_offset[warpgroup] =
+                    ((rows.head - first_head) * p.rows_padded + rows.block * kBlockRows) * kD + (T::kDqTurns ? 0 : warpgroup * T::kDqFloats);
+            }
+        }
+        wgmma_wait<0>();  // across the loop's end, ptxas would want 16 more registers for dS
+        pin(dk);
+        if (signals) { s.empty[0][ring.stage].arrive(); }
+    };
+    auto const issue_dq = [&](float (&dq)[T::kDqColumns / 2]) {
+        s.ds_full[ds.stage].wait(ds.phase);
+        wgmma_fence();
+        gemm_ss<Element, T::kDqColumns, T::kBlockN / 16, TileS, Major::MN, TileK, Major::MN, true>(
+            dq, TileS::template descriptor<Major::MN>(smem_address(s.ds[ds.stage])), desc_k_dq);
+        wgmma_commit();
+    };
+    auto const store_dq = [&](float (&dq)[T::kDqColumns / 2]) {
+        pin(dq);
+        named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
+        float4* const tile = reinterpret_cast<float4*>(s.dq[warpgroup]) + thread;
+#pragma unroll
+        for (int i = 0; i < T::kDqColumns / 8; ++i) { tile[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]); }
+        if (signals) { s.dq_offset[warpgroup] = s.next_dq_offset[warpgroup]; }
+        fence_async_proxy();
+        named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
+    };
+    // All of a block's dQ at once, where the warpgroups take turns.
+    auto const dq_in_turn = [&] {
+        if (ds.stage == warpgroup) {
+            float dq[T::kDqColumns / 2];
+            issue_dq(dq);
+            wgmma_wait<0>();
+            store_dq(dq);
+        }
     };
 
     s.keys_full.wait(0);
     s.full[0][0].wait(0);
-    rows = s.stage_rows[0];
-    bool more = rows.block >= 0;
-    if (more) { probabilities(); }
-#pragma unroll 1
-    while (more) {
-#pragma unroll
-        for (int j = 0; j < kM / 8; ++j) {
-            float2 const delta = *reinterpret_cast<float2 const*>(&s.scalars[1][ring.stage][8 * j + 2 * (lane % 4)]);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                dprobs[4 * j + e] = probs[4 * j + e] * (dprobs[4 * j + e] - (e % 2 ? delta.y : delta.x));
-            }
-        }
-        pack<Element>(packed_ds, dprobs);
-
-        if constexpr (T::kWithDq) {
-            // Two buffers: one barrier a block suffices, since dQ of the block before last has completed.
-            store_packed<TileS>(smem_address(s.ds[buffer]), packed_ds, warpgroup);
-            fence_async_proxy();
-            named_sync(kScoreBarrier, 128 * T::kConsumers);
-        }
-        auto const issue_dk = [&] {
-            pin(packed_ds);
-            wgmma_fence();
-            gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dk, packed_ds,
-                                                                    TileQ::template descriptor<Major::MN>(smem_address(s.rows[0][ring.stage])));
-            wgmma_commit();
-        };
-        if (T::kWithDq && (!T::kDqTurns || buffer == warpgroup)) {
-            float dq[T::kDqColumns / 2];
-            wgmma_fence();
-            gemm_ss<Element, T::kDqColumns, T::kBlockN / 16, TileS, Major::MN, TileK, Major::MN, true>(
-                dq, TileS::template descriptor<Major::MN>(smem_address(s.ds[buffer])), desc_k_dq);
-            wgmma_commit();
-            issue_dk();
-            wgmma_wait<2>();  // dV: the dO stage is free
-            if (signals) { s.empty[1][ring.stage].arrive(); }
-            wgmma_wait<1>();  // dQ; dK is on its way
-            pin(dq);
-            named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
-            float4* const tile = reinterpret_cast<float4*>(s.dq[warpgroup]) + thread;
-#pragma unroll
-            for (int i = 0; i < T::kDqColumns / 8; ++i) { tile[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]); }
-            if (signals) {
-                s.dq_offset[warpgroup] = ((rows.head - first_head) * p.rows_padded + rows.block * kBlockRows) * kD +
-                                         (T::kDqTurns ? 0 : warpgroup * T::kDqFloats);
-            }
-            fence_async_proxy();
-            named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
-        } else {
-            issue_dk();
-            wgmma_wait<1>();
-            if (signals) { s.empty[1][ring.stage].arrive(); }
-        }
-        buffer ^= 1;
-
-        ring.advance();
-        s.full[0][ring.stage].wait(ring.phase);
-        rows = s.stage_rows[ring.stage];
-        wgmma_wait<0>();  // dK; leaving it on its way would cost 16 registers (dS beside the next S, dP) that are not there
-        pin(dk);
-        if (signals) { s.empty[0][ring.stage ^ 1].arrive(); }
-        if (rows.block < 0) { break; }
+    if (s.stage_rows[0].block >= 0) {
+        issue_scores();
+        wgmma_wait<0>();
         probabilities();
+        gradients();
+#pragma unroll 1
+        while (true) {
+            ring.advance();
+            s.full[0][ring.stage].wait(ring.phase);
+            if (s.stage_rows[ring.stage].block < 0) {
+                if constexpr (T::kWithDq && T::kDqTurns) {
+                    dq_in_turn();
+                } else if constexpr (T::kWithDq) {
+                    float dq[T::kDqColumns / 2];
+                    issue_dq(dq);
+                    wgmma_wait<0>();
+                    store_dq(dq);
+                }
+                break;
+            }
+            issue_scores();
+            if constexpr (T::kWithDq && !T::kDqTurns) {
+                float dq[T::kDqColumns / 2];
+                issue_dq(dq);
+                wgmma_wait<1>();  // S^T
+                probabilities();
+                wgmma_wait<1>();
+                store_dq(dq);
+            } else {
+                wgmma_wait<0>();
+                probabilities();
+                if constexpr (T::kWithDq) { dq_in_turn(); }
+            }
+            ds.advance();
+            gradients();
+        }
     }
-    wgmma_wait<0>();
-    pin(dk);
-    pin(dv);
     if constexpr (T::kWithDq) {
         named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
         if (signals) { s.dq_offset[warpgroup] = -1; }

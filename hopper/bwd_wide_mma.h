@@ -57,13 +57,12 @@ struct WideRole {
                                                                 TileQ::template descriptor<Major::MN>(smem_address(s.rows[kOperand][ring.stage])));
         wgmma_commit();
     }
-    // This block's dQ, or the warpgroup's half of its columns. kBetween is issued behind it, and left on its way.
-    template <class Between>
-    __device__ __forceinline__ void add_dq(int warpgroup, StageRows const& rows, Between const& between) {
+    // This block's dQ in turn, or the warpgroup's half of its columns, added to the accumulator. `other` issues other products.
+    template <class Other>
+    __device__ __forceinline__ void add_dq(int warpgroup, StageRows const& rows, Other const& other) {
         BwdParams const& p = args.params;
-        if (!T::kWithDq || (T::kDqTurns && turn != warpgroup)) {
-            between();
-        } else {
+        if (!T::kWithDq || T::kDqTurns) { other(); }
+        if (T::kWithDq && (!T::kDqTurns || turn == warpgroup)) {
             float dq[T::kDqColumns / 2];
             int const half = T::kDqTurns ? 0 : warpgroup;
             wgmma_fence();
@@ -71,8 +70,8 @@ struct WideRole {
                 dq, TileS::template descriptor<Major::MN>(smem_address(s.ds[0])),
                 TileK::template descriptor<Major::MN>(smem_address(s.keys[0]) + T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * half));
             wgmma_commit();
-            between();
-            wgmma_wait<1>();
+            if constexpr (!T::kDqTurns) { other(); }
+            wgmma_wait<T::kDqTurns ? 0 : 1>();
             pin(dq);
             int const first_head = p.head_k_begin * (p.fwd.num_heads / p.fwd.num_heads_k);
             reduce_add(p.dq_accum + ((rows.head - first_head) * p.rows_padded + rows.block * kBlockRows) * kD + half * T::kDqFloats, dq);

@@ -10,38 +10,76 @@ namespace flash_attn::sm90 {
 
 constexpr int kBatonBarrier = 1;  // + warpgroup
 
-// Running maximum and sum of the thread's two rows. Sums are the thread's own until finish().
-struct OnlineSoftmax {
-    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+// to = from, when the products that read `to` are done. `always` is true, but not to the compiler's knowledge: without a use
+// of `to` it would compute `from` in the same registers, under those products.
+template <int N>
+__device__ __forceinline__ void replace(uint32_t (&to)[N], uint32_t const (&from)[N], bool always) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) { to[i] = always ? from[i] : to[i]; }
+}
 
-    // S becomes P; alpha is what earlier sums and outputs have to be scaled by.
-    template <int N>
-    __device__ __forceinline__ void step(float (&s)[N], float scale_log2, float (&alpha)[2]) {
-        float base[2];
+// Softmax of the thread's two rows, tile by tile. P = exp2(S scale - base) where base is a maximum of some earlier tile, kept
+// until a score exceeds it by more than kSlack (in log2): P and its sums stay below 2^kSlack times the number of keys, the
+// quotient is the same, and in almost every tile there is no maximum to exchange and nothing to rescale.
+struct OnlineSoftmax {
+    static constexpr float kSlack = 8.f;
+    float max[2] = {-INFINITY, -INFINITY};  // of the scores that base stands for
+    float base[2] = {0.f, 0.f};             // max * scale_log2; 0 while the row has seen no key
+    float sum[2] = {0.f, 0.f};              // the thread's own share until finish()
+
+    template <class Element, int N>
+    __device__ __forceinline__ void exponentials(float const (&s)[N], float scale_log2, uint32_t (&p)[N / 2], float (&t)[2]) const {
+        t[0] = t[1] = 0.f;
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            float const x = exp2_approx(s[2 * i] * scale_log2 - base[i % 2]), y = exp2_approx(s[2 * i + 1] * scale_log2 - base[i % 2]);
+            t[i % 2] += x + y;
+            p[i] = pack<Element>(x, y);
+        }
+    }
+    // Returns whether earlier outputs have to be scaled by alpha (the same answer in the whole warp).
+    template <class Element, int N>
+    __device__ __forceinline__ bool step(float const (&s)[N], float scale_log2, float slack, uint32_t (&p)[N / 2], float (&alpha)[2]) {
+        float t[2];
+        exponentials<Element>(s, scale_log2, p, t);
+        float m[2][4];
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {  // four chains a row: the latency of one would show
+            float& x = m[i % 2][i / 2 % 4];
+            float const pair = fmaxf(s[2 * i], s[2 * i + 1]);
+            x = i < 8 ? pair : fmaxf(x, pair);
+        }
+        bool exceeds = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float m = max[half];
+            m[half][0] = fmaxf(fmaxf(m[half][0], m[half][1]), fmaxf(m[half][2], m[half][3]));
+            exceeds = exceeds || m[half][0] > max[half] + slack;
+        }
+        // The signs never matter (P is not negative), but hanging the branch on P keeps ptxas from sinking the exponentials
+        // below the wait for P V, which would lose their overlap.
+        int signs = 0;
 #pragma unroll
-            for (int i = 0; i < N / 4; ++i) { m = fmaxf(m, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1])); }
-            m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
-            m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
-            base[half] = m == -INFINITY ? 0.f : m * scale_log2;  // a row without keys so far keeps P = 0
-            alpha[half] = exp2_approx(max[half] * scale_log2 - base[half]);
-            max[half] = m;
+        for (int i = 0; i < N / 2; ++i) { signs |= p[i]; }
+        if (!__any_sync(0xffffffff, exceeds || signs < 0)) {
+            sum[0] += t[0];
+            sum[1] += t[1];
+            return false;
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float t = 0.f;
-#pragma unroll
-            for (int i = 0; i < N / 4; ++i) {
-                float& x = s[4 * i + 2 * half];
-                float& y = s[4 * i + 2 * half + 1];
-                x = exp2_approx(x * scale_log2 - base[half]);
-                y = exp2_approx(y * scale_log2 - base[half]);
-                t += x + y;
-            }
-            sum[half] = sum[half] * alpha[half] + t;
+            float x = fmaxf(max[half], m[half][0]);
+            x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+            float const next = x == -INFINITY ? 0.f : x * scale_log2;
+            alpha[half] = max[half] == -INFINITY ? 0.f : exp2_approx(base[half] - next);
+            max[half] = x;
+            base[half] = next;
         }
+        asm volatile("" : "+f"(scale_log2));  // or the products s * scale would be shared with the first try, at the price of its FFMAs
+        exponentials<Element>(s, scale_log2, p, t);
+        sum[0] = sum[0] * alpha[0] + t[0];
+        sum[1] = sum[1] * alpha[1] + t[1];
+        return true;
     }
     __device__ __forceinline__ void finish() {
 #pragma unroll
@@ -82,6 +120,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
     // softcap: S = c tanh(q k scale / c), so the exponent's scale is c and tanh's argument carries scale / c.
     float const scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
     float const tanh_scale = T::kSoftcap ? p.softmax_scale / p.softcap : 0.f;
+    float const slack = OnlineSoftmax::kSlack / scale_log2;
 
     Ring<T::kQStages> q;
     Ring<T::kStages> k, v;
@@ -104,7 +143,8 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
 
         if (item.num_tiles > 0) {
             float scores[kN / 2], alpha[2];
-            uint32_t probs[kN / 4];
+            uint32_t probs[kN / 4], next[kN / 4];
+            bool rescale;
             auto const issue_scores = [&] {
                 wgmma_fence();
                 gemm_ss<Element, kN, kD / 16, TileQ, Major::K, TileK, Major::K, true>(
@@ -134,8 +174,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                     for (float& x : scores) { x = tanh_approx(x * tanh_scale); }
                 }
                 if (keys.masked) { mask_keys(scores, p.plan.row_span, item.row_begin + thread_row, p.total_q, keys); }
-                softmax.step(scores, scale_log2, alpha);
-                settle(softmax.sum, smem_address(&s.scratch));
+                rescale = softmax.template step<Element>(scores, scale_log2, slack, next, alpha);
             };
 
             wait_keys();
@@ -144,7 +183,8 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
             pass_baton();
             wgmma_wait<0>();
             take_scores();
-            pack<Element>(probs, scores);
+#pragma unroll
+            for (int j = 0; j < kN / 4; ++j) { probs[j] = next[j]; }
 
 #pragma unroll 1
             for (int i = 1; i < item.num_tiles; ++i) {
@@ -160,9 +200,11 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                 pin(o);
                 if (signals) { s.v_empty[v.stage].arrive(); }
                 v.advance();
+                if (rescale) {
 #pragma unroll
-                for (int j = 0; j < kD / 2; ++j) { o[j] *= alpha[j / 2 % 2]; }
-                pack<Element>(probs, scores);
+                    for (int j = 0; j < kD / 2; ++j) { o[j] *= alpha[j / 2 % 2]; }
+                }
+                replace(probs, next, item.head >= 0);
             }
 
             if (lane == 0) { s.q_empty[q.stage].arrive(); }
@@ -187,7 +229,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
             int const row = thread_row + 8 * half;
             if (lane % 4 == 0 && row < item.num_rows) {
                 p.lse[item.head * p.lse_head_stride + item.row_begin + row] =
-                    sum == 0.f ? -INFINITY : (softmax.max[half] * scale_log2 + __log2f(sum)) * kLn2;
+                    sum == 0.f ? -INFINITY : (softmax.base[half] + __log2f(sum)) * kLn2;
             }
         }
         Element* const out = static_cast<Element*>(p.out) + (item.row_begin + 64 * warpgroup) * p.out_row_stride + item.head * p.out_head_stride;
