@@ -105,3 +105,7 @@ def test_bad_arguments_are_refused():
         group_by_prompt(IDS, prompt_lens=[1])
     with pytest.raises(ValueError, match=re.escape("prompt_lens[1] must be at most 2, got 3")):
         group_by_prompt(IDS, prompt_lens=[1, 3])
+    with pytest.raises(TypeError, match=re.escape("prompt_lens must hold integers, got torch.float32")):
+        group_by_prompt(IDS, prompt_lens=[1.5, 1.0])
+    with pytest.raises(ValueError, match='boundary must be "fork" or "shared", got \'forked\''):
+        group_by_prompt(IDS, boundary="forked")

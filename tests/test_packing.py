@@ -143,7 +143,7 @@ def test_loss_on_the_prompt_counts_each_stored_token_once(seed, longest_common_p
 
 
 def test_loss_mask_takes_attended_tokens_out_of_the_labels():
-    prompts, responses = torch.tensor([[1, 2], [1, 2]]), torch.tensor([[3, 4, 5], [6, 7, 8]])
+    prompts, responses = torch.tensor([[1, 2], [1, 2]]), torch.tensor([[3, 4, 5], [6, -100, 8]])
     loss_mask, response_mask = torch.tensor([[1, 0, 1], [1, 1, 1]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
     packed = pack(prompts, responses, response_mask=response_mask, loss_mask=loss_mask)
     assert packed.labels.tolist() == [3, -100, 5, 6, 8]

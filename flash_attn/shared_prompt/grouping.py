@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn.shared_prompt.layout import Boundary, check_boundary
+
 
 class PromptGroups(NamedTuple):
     """`rows[g]`: the rows of group g in the caller's order. `prefix_lens[g]`: tokens that they share, at
@@ -65,7 +67,7 @@ def group_by_prompt(
     attention_mask: torch.Tensor | None = None,
     keys: Sequence[Hashable] | None = None,
     longest_common_prefix: bool = False,
-    boundary: str = "fork",
+    boundary: Boundary = "fork",
 ) -> PromptGroups:
     """Groups rows by the content of their prompts.
 
@@ -78,6 +80,7 @@ def group_by_prompt(
     across the prompt's end), choosing the grouping that stores the fewest tokens with `boundary`. Ids on a
     GPU are copied to the host once, which waits for the GPU.
     """
+    check_boundary(boundary)
     if isinstance(ids, torch.Tensor):
         if ids.dim() != 2:
             raise ValueError(f"ids must be (num_rows, width), got {list(ids.shape)}")
@@ -91,9 +94,11 @@ def group_by_prompt(
         mask = mask & check_mask("attention_mask", attention_mask, grid)
     if prompt_lens is not None:
         lens = torch.as_tensor(prompt_lens).cpu()
+        if lens.numel():
+            integer_ids("prompt_lens", lens)
         if lens.shape != grid.shape[:1]:
             raise ValueError(f"prompt_lens must be ({grid.shape[0]},), got {list(lens.shape)}")
-        if lens.numel() and (lens > mask.sum(1)).any():
+        if (lens > mask.sum(1)).any():
             i = int((lens > mask.sum(1)).nonzero()[0])
             raise ValueError(f"prompt_lens[{i}] must be at most {int(mask[i].sum())}, got {int(lens[i])}")
         mask = mask & (torch.arange(grid.shape[1]) < lens[:, None])

@@ -19,6 +19,12 @@ Boundary = Literal["fork", "shared"]
 _INT32_MAX = 2**31 - 1
 
 
+def check_boundary(boundary: str) -> None:
+    """Raises ValueError unless `boundary` is one of the two."""
+    if boundary not in get_args(Boundary):
+        raise ValueError(f'boundary must be "fork" or "shared", got {boundary!r}')
+
+
 def _length(name: str, value: Any, minimum: int) -> int:
     # Anything with an index (NumPy integers too), but no tensor: reading one from a GPU waits for it.
     length = None if isinstance(value, (bool, torch.Tensor)) else getattr(value, "__index__", lambda: None)()
@@ -174,8 +180,7 @@ class SharedPromptLayout:
         TypeError for lengths that are not Python ints, ValueError for lengths out of range and for batches
         that exceed a capacity.
         """
-        if boundary not in get_args(Boundary):
-            raise ValueError(f'boundary must be "fork" or "shared", got {boundary!r}')
+        check_boundary(boundary)
         if (max_segments is None) != (max_total is None):
             raise ValueError(
                 f"max_segments and max_total must be given together, got {max_segments=!s} and {max_total=!s}"
@@ -248,6 +253,8 @@ class SharedPromptLayout:
     def to(self, device: torch.device | str | int, *, non_blocking: bool = True) -> SharedPromptLayout:
         """This layout with its tensors on `device`: itself when already there, else a copy without cached
         plans.
+
+        `non_blocking` stands here because trainers pass it to whatever they move; copies never wait.
         """
         target = torch.empty(0, device=device).device  # gives "cuda" its index
         if target == self.device:

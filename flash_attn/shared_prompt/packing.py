@@ -118,6 +118,20 @@ def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors | {n: p.reshape(t.shape) for (n, t), p in zip(on_gpu.items(), parts, strict=True)}
 
 
+def _mask(
+    name: str, mask: Rows, rows_name: str, exists: torch.Tensor, given: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The caller's mask over the tokens that exist, as bool."""
+    if isinstance(mask, torch.Tensor):
+        return check_mask(name, given[name], exists)
+    flags, flags_exist = pad_rows(name, mask)
+    if flags.shape != exists.shape or not torch.equal(flags_exist, exists):
+        raise ValueError(
+            f"{name} must have one flag per id of {rows_name}, got {flags_exist.sum(1).tolist()}"
+        )
+    return check_mask(name, flags, exists) & exists
+
+
 def _ids_and_mask(
     name: str, rows: Rows, mask_name: str, mask: Rows | None, given: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -126,18 +140,9 @@ def _ids_and_mask(
     """
     if isinstance(rows, torch.Tensor):
         ids, exists = given[name].long(), torch.ones(rows.shape, dtype=torch.bool)
-        kept = exists if mask is None else check_mask(mask_name, given[mask_name], ids)
     else:
         ids, exists = pad_rows(name, rows)
-        kept = exists
-        if mask is not None:
-            assert not isinstance(mask, torch.Tensor)
-            flags, flags_exist = pad_rows(mask_name, mask)
-            if flags.shape != ids.shape or not torch.equal(flags_exist, exists):
-                raise ValueError(
-                    f"{mask_name} must have one flag per id of {name}, got {flags_exist.sum(1).tolist()}"
-                )
-            kept = check_mask(mask_name, flags, ids) & exists
+    kept = exists if mask is None else _mask(mask_name, mask, name, exists, given)
     negative = kept & (ids < 0)
     if negative.any():
         row, column = (int(i) for i in negative.nonzero()[0])
@@ -255,9 +260,9 @@ def pack(
         max_segments=max_segments,
         max_total=max_total,
     )
-    in_loss = None
-    if loss_mask is not None:
-        in_loss = _ids_and_mask("responses", responses, "loss_mask", loss_mask, given)[1]
+    in_loss = (
+        None if loss_mask is None else _mask("loss_mask", loss_mask, "responses", response_exists, given)
+    )
     packed = _assemble(tokens, groups, layout, kept.shape, prompt_ids.shape[1], in_loss, loss_on_prompt)
     if not isinstance(prompts, torch.Tensor):
         lens = zip(prompt_exists.sum(1).tolist(), response_exists.sum(1).tolist(), strict=True)
