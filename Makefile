@@ -8,7 +8,7 @@ ARGS   ?=
 BIN   := $(VENV)/bin
 TRL_VENV := $(VENV)-trl
 PIP   := bin/python -m pip install --quiet --disable-pip-version-check
-GPU   = $(shell nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr 'A-Z ' 'a-z_' | sed 's/nvidia_//')
+GPU   = $(shell nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr 'A-Z ' 'a-z_')
 LOCAL_TESTS := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
@@ -28,7 +28,7 @@ test-trl: $(TRL_VENV)/trl.stamp  ## the tests of the TRL trainers, in an environ
 
 test-gpu:  ## the GPU tests, both code paths, in the Python that runs; writes benchmarks/results/<gpu>/tests.json
 	$(PYTHON) setup.py -q build_ext --inplace
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m "gpu or multi_gpu" --gpu-report benchmarks/results/$(GPU)/tests.json $(ARGS)
+	$(PYTHON) tests/gpu/run_isolated.py --out benchmarks/results/$(GPU)/tests.json $(ARGS)
 
 install:  ## install into the Python that runs (CUDA library where a GPU is visible or FLASH_ATTN_CUDA_ARCHS is set)
 	$(PYTHON) -m pip install "setuptools>=77" wheel ninja

@@ -24,20 +24,28 @@ DEFAULT_PATHS = ",".join(map(str, ARCHS))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", default=None, help="write passed and failed per file as JSON")
+    parser.addoption("--shard", default="0/1", help="i/n: every n-th test, from the i-th (run_isolated.py)")
     parser.addoption("--paths", default=DEFAULT_PATHS, help="code paths to test, 80,90")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.path).parent == Path(__file__).parent and not item.get_closest_marker("multi_gpu"):
             item.add_marker(pytest.mark.gpu)
+    paths = config.getoption("--paths", DEFAULT_PATHS).split(",")
+    index, count = map(int, config.getoption("--shard", "0/1").split("/"))
+    if paths == DEFAULT_PATHS.split(",") and count == 1:
+        return
+    params = [getattr(item, "callspec", None) for item in items]
+    asked = [str(c.params.get("path", 80) if c else 80) in paths for c in params]
+    chosen = [item for item, ok in zip(items, asked, strict=True) if ok][index::count]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 @pytest.fixture(params=[90, 80], ids=["sm90a", "sm80"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The code path under test, forced."""
-    if str(request.param) not in request.config.getoption("--paths", DEFAULT_PATHS).split(","):
-        pytest.skip("not asked for (--paths)")
     if request.param == 90 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     monkeypatch.setenv("FLASH_ATTN_FORCE_ARCH", str(request.param))
@@ -55,7 +63,7 @@ def environment() -> dict[str, Any]:
 
     library = torch.ops.flash_attn_cuda if _backend._load_library() is None else None
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
@@ -70,16 +78,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not target:
         return
     files: dict[str, Counter[str]] = {}
-    failures = []
-    for outcome in ("passed", "failed", "error", "skipped"):
+    tests: dict[str, str] = {}
+    for outcome in ("passed", "skipped", "failed", "error"):  # the worst of a test's phases stays
         for report in terminalreporter.stats.get(outcome, []):
-            files.setdefault(report.nodeid.split("::")[0], Counter())[outcome] += 1
-            if outcome in ("failed", "error"):
-                failures.append(report.nodeid)
+            tests[report.nodeid] = outcome
+    for name, outcome in tests.items():
+        files.setdefault(name.split("::")[0], Counter())[outcome] += 1
     total = Counter()
     for counts in files.values():
         total.update(counts)
     report = {**environment(), "total": dict(total), "files": {f: dict(c) for f, c in sorted(files.items())}}
-    report["failures"] = failures
+    report["tests"] = tests
+    report["failures"] = [name for name, outcome in tests.items() if outcome in ("failed", "error")]
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     Path(target).write_text(json.dumps(report, indent=1) + "\n")
