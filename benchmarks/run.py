@@ -196,11 +196,19 @@ def main() -> None:
     facts["matmul_tflops"] = round(matmul_tflops())
     print(f"matmul {facts['matmul_tflops']} TFLOP/s", flush=True)
     rows: list[dict[str, Any]] = []
+
+    def save() -> None:  # after every case, so that a run cut short is not lost
+        if args.out:
+            path = Path(args.out)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
+
     checked: dict[tuple[str, int, str], str | None] = {}
     for name in args.cases.split(","):
         if name == "plain":
             for plain in PLAIN:
                 rows += time_plain(plain, args.repeats)
+                save()
                 clean()
             continue
         for case in CASES[name] if name in CASES else [Case(*map(int, name.split(":")))]:
@@ -215,11 +223,8 @@ def main() -> None:
                     wrong[provider] = str(checked[key])
             clean()
             rows += time_case(case, names, args.repeats, wrong)
+            save()
             clean()
-    if args.out:
-        path = Path(args.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":
