@@ -113,8 +113,9 @@ REPORT = "ptxas info: f\n    0 bytes stack frame, {} bytes spill stores, {} byte
 
 def test_compiler_reports() -> None:
     assert build_support.log_problems("a.cu", REPORT.format(0, 0)) == []
-    assert build_support.log_problems("a.cu", REPORT.format(4, 8)) == [
-        "a.cu: 4 bytes spill stores, 8 bytes spill loads"
+    assert build_support.log_problems("a.cu", REPORT.format(16, 24)) == []  # a few registers around a loop
+    assert build_support.log_problems("a.cu", REPORT.format(308, 312)) == [
+        "a.cu: 308 bytes spill stores, 312 bytes spill loads"
     ]
     serialised = (
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"

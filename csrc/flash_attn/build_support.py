@@ -23,6 +23,7 @@ import kernels as kernel_list
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "flash_attn"
+MAX_SPILL_BYTES = 64  # stored by a thread: a few registers around a loop are no loss, an accumulator is
 GIB_PER_JOB = 6.5  # peak of one nvcc job, measured on the largest kernels
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the library runs on torch >= 2.10
 HOST_SOURCES = ("flash_api.cpp", "kernel_table.cpp")
@@ -304,7 +305,7 @@ def log_problems(name: str, log: str) -> list[str]:
     """What a development build does not accept in the compiler's report of a main kernel."""
     problems = []
     for match in re.finditer(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log):
-        if int(match[1]) or int(match[2]):
+        if int(match[1]) > MAX_SPILL_BYTES:
             problems.append(f"{name}: {match[0]}")
     for code, meaning in (("C7510", "wgmma serialised"), ("C7508", "setmaxnreg ignored")):
         if code in log:
