@@ -25,7 +25,12 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def kernel_head_dim(head_dim: int) -> int:
+    """The head dim that the GPU's kernels see: the next multiple of 8."""
+    return (head_dim + 7) // 8 * 8
 
 
 def _rows(x: Tensor, head_dim: int) -> Tensor:
@@ -58,8 +63,8 @@ def attention(
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     padded, padded_v = head_dim, head_dim_v
-    if q.device.type == "cuda":  # the kernels want one head dim, a multiple of 8
-        padded = padded_v = (head_dim + 7) // 8 * 8
+    if q.device.type == "cuda":  # the kernels want one head dim for k and v
+        padded = padded_v = kernel_head_dim(head_dim)
     q, k, v = _rows(q, padded), _rows(k, padded), _rows(v, padded_v)
     if k_context is not None and v_context is not None:
         k_context, v_context = _rows(k_context, padded), _rows(v_context, padded_v)
@@ -71,9 +76,16 @@ def attention(
     if padded_v != head_dim_v:
         out = out[..., :head_dim_v]
     if sinks is not None:
-        # One more key with logit `sink` and value 0 scales every row by sum exp / (sum exp + exp sink).
-        out = (out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).t()[..., None]).to(out.dtype)
+        out = apply_sinks(out, lse.t(), sinks)
     return out, lse
+
+
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """out (..., H, Dv) with one more key per head, of logit sinks[h] and value 0; lse (..., H), sinks (H,).
+
+    It scales every row by sum exp / (sum exp + exp sink).
+    """
+    return (out * torch.sigmoid(lse - sinks.to(lse.dtype))[..., None]).to(out.dtype)
 
 
 def _no_dropout_mask(out: Tensor) -> Tensor:
@@ -186,6 +198,8 @@ def varlen(
 
 def unbind(x: Tensor, name: str, count: int, num_dims: int) -> tuple[Tensor, ...]:
     rows = "batch, seqlen" if num_dims == 5 else "total"
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dim() != num_dims or x.shape[-3] != count:
         raise ValueError(f"{name} must be ({rows}, {count}, num_heads, head_dim), got {list(x.shape)}")
     return x.unbind(-3)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ MAX_HEAD_DIM = {"cuda": 512}
 
 def values_are_read(x: Tensor) -> bool:
     """True where the values of `x` may be looked at: never while tracing, on GPUs only with
-    FLASH_ATTN_CHECK=1."""
-    if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
+    FLASH_ATTN_CHECK=1 (it waits for the GPU)."""
+    if (
+        torch.compiler.is_compiling()
+        or isinstance(x, torch._subclasses.FakeTensor)
+        or x.device.type == "meta"
+    ):
         return False
     return x.device.type == "cpu" or os.environ.get("FLASH_ATTN_CHECK", "0") == "1"
 
@@ -89,10 +94,12 @@ def options(
         raise NotImplementedError("ALiBi is not supported: alibi_slopes must be None")
     if block_table is not None:
         raise NotImplementedError("paged keys are not supported: block_table must be None")
-    if softcap < 0.0:
+    if not softcap >= 0.0:
         raise ValueError(f"softcap must be >= 0, got {softcap}")
-    if len(window_size) != 2:
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size!r}")
+    for index, side in enumerate(window_size):
+        _integer(f"window_size[{index}]", side)
 
 
 # Name, cu_seqlens, rows they describe, name and value of max_seqlen.
@@ -148,13 +155,19 @@ def sinks(x: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks must be on q's device {q.device}, got {x.device}")
 
 
+def _integer(name: str, x: Any) -> int:
+    """An integer: Python's, NumPy's, a symbolic one while tracing, or a one-element tensor."""
+    if isinstance(x, int | torch.SymInt):
+        return x
+    try:
+        return operator.index(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an int, got {type(x).__name__}") from error
+
+
 def length(name: str, x: Any) -> int:
-    """A non-negative integer: Python's, NumPy's, a symbolic one while tracing, or a one-element tensor."""
-    if not isinstance(x, int | torch.SymInt):
-        try:
-            x = operator.index(x)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{name} must be an int, got {type(x).__name__}") from error
+    """A non-negative integer."""
+    x = _integer(name, x)
     if x < 0:
         raise ValueError(f"{name} must be >= 0, got {x}")
     return x

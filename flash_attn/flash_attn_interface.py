@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from flash_attn import checks
-from flash_attn._calls import Output, attention, autocast, dense, unbind, varlen, varlen_segments
+from flash_attn._calls import (
+    Output,
+    attention,
+    autocast,
+    dense,
+    kernel_head_dim,
+    unbind,
+    varlen,
+    varlen_segments,
+)
 
 if TYPE_CHECKING:
     from flash_attn.shared_prompt import SharedPromptLayout
@@ -316,16 +325,16 @@ def flash_attn_shared_prompt_func(
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
     if q.shape[0] < layout.num_rows:
-        raise ValueError(f"q must have the layout's {layout.num_rows} rows, got {q.shape[0]}")
+        raise ValueError(f"q must have at least the layout's {layout.num_rows} rows, got {q.shape[0]}")
     if layout.segments.device != q.device:
         raise ValueError(f"layout must be on q's device {q.device}, got {layout.segments.device}")
     # The op builds its own plan where the layout's does not fit (rows behind it) or would have to be traced.
     plan: list[Tensor] = []
     if q.device.type == "cuda" and q.shape[0] == layout.num_rows and not torch.compiler.is_compiling():
-        head_dim = (q.shape[-1] + 7) // 8 * 8
         plan = layout.plan(
-            head_dim=head_dim, num_heads_k=k.shape[1], dtype=q.dtype, causal=True, window_size=window_size
-        )
+            head_dim=kernel_head_dim(q.shape[-1]), num_heads_k=k.shape[1], dtype=q.dtype,
+            window_size=window_size,
+        )  # fmt: skip
     out, lse = attention(
         q, k, v, None, None, layout.segments, layout.segments_host, plan, layout.max_seqlen_q,
         layout.max_seqlen_k, softmax_scale, True, window_size, softcap, sinks, deterministic,

@@ -38,7 +38,11 @@ DENSE: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((Q, K, K), {"dropout_p": -1.0}, ValueError, r"dropout_p must be in \[0, 1\), got -1.0"),
     ((Q, K, K), {"alibi_slopes": rand(4)}, NotImplementedError, r"ALiBi is not supported"),
     ((Q, K, K), {"softcap": -1.0}, ValueError, r"softcap must be >= 0, got -1.0"),
+    ((Q, K, K), {"softcap": float("nan")}, ValueError, r"softcap must be >= 0, got nan"),
     ((Q, K, K), {"window_size": (1,)}, ValueError, r"window_size must be \(left, right\), got \(1,\)"),
+    ((Q, K, K), {"window_size": 3}, ValueError, r"window_size must be \(left, right\), got 3"),
+    ((Q, K, K), {"window_size": (1.5, 0)}, TypeError, r"window_size\[0\] must be an int, got float"),
+    ((Q, K, K), {"window_size": (0, None)}, TypeError, r"window_size\[1\] must be an int, got NoneType"),
 ]
 
 
@@ -87,6 +91,12 @@ def test_varlen(changes: dict[str, Any], error: type[Exception], message: str) -
         varlen(**changes)
 
 
+def test_autocast_makes_no_floats_of_integers() -> None:
+    message = r"q must be float16, .* got torch.int32"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=message):
+        flash_attn.flash_attn_func(Q.int(), K.int(), K.int())
+
+
 def test_legal_varlen_arguments() -> None:
     """A loose max_seqlen, rows behind the end, one-element tensors as ints; a long list is cut in
     messages."""
@@ -104,6 +114,8 @@ def test_packed_tensors() -> None:
         ValueError, match=r"qkv must be \(batch, seqlen, 3, num_heads, head_dim\), got \[2, 5, 4, 8\]"
     ):
         flash_attn.flash_attn_qkvpacked_func(Q)
+    with pytest.raises(TypeError, match="kv must be a tensor, got NoneType"):
+        flash_attn.flash_attn_kvpacked_func(Q, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"kv must be \(batch, seqlen, 2, num_heads, head_dim\), got"):
         flash_attn.flash_attn_kvpacked_func(Q, Q)
     with pytest.raises(ValueError, match=r"qkv must be \(total, 3, num_heads, head_dim\), got \[6, 2, 8\]"):
@@ -168,7 +180,7 @@ def test_shared_prompt() -> None:
         call(x, x, x, C)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"k must have q's 7 rows, got 6"):
         call(x, x[:6], x[:6], layout)
-    with pytest.raises(ValueError, match=r"q must have the layout's 7 rows, got 6"):
+    with pytest.raises(ValueError, match=r"q must have at least the layout's 7 rows, got 6"):
         call(x[:6], x[:6], x[:6], layout)
     with pytest.raises(ValueError, match=r"layout must be on q's device meta, got cpu"):
         meta = x.to("meta")
@@ -225,6 +237,9 @@ def test_gpu_values_are_read_on_demand_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert not checks.values_are_read(OnGpu())  # type: ignore[arg-type]
     monkeypatch.setenv("FLASH_ATTN_CHECK", "1")
     assert checks.values_are_read(OnGpu())  # type: ignore[arg-type]
+    with torch._subclasses.FakeTensorMode():
+        assert not checks.values_are_read(torch.empty(1))
+    assert not checks.values_are_read(torch.empty(1, device="meta"))
 
 
 def test_backend_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flash_attn._calls import apply_sinks
 from flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_shared_prompt_func,
@@ -217,7 +218,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options)
     if options.sinks is None:
         return found
     out, lse, _ = found
-    return _apply_sinks(out, lse.transpose(1, 2), options.sinks)
+    return apply_sinks(out, lse.transpose(1, 2), options.sinks)
 
 
 def _varlen(
@@ -244,19 +245,13 @@ def _varlen(
     )
     if options.sinks is not None:
         out, lse, _ = found
-        found = _apply_sinks(out, lse.transpose(0, 1), options.sinks)
+        found = apply_sinks(out, lse.transpose(0, 1), options.sinks)
     return found.unflatten(0, q.shape[:-2])
 
 
 def _flash_arguments(options: _Options) -> dict[str, Any]:
     arguments = options._asdict()
     return {"return_attn_probs": arguments.pop("sinks") is not None, **arguments}
-
-
-def _apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """A sink is one more key with score `sinks[h]` and value 0: out * exp(lse) / (exp(lse) + exp(sink)).
-    lse (..., H)."""
-    return (out * (lse - sinks.to(lse.dtype)).sigmoid().unsqueeze(-1)).to(out.dtype)
 
 
 def _padded(
