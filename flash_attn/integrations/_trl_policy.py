@@ -203,4 +203,11 @@ class SharedPromptMixin(GroupShuffleMixin):
             self.model, self.accelerator.device, shared=shared, replicated=replicated,
             max_tokens=max_tokens, max_seconds=max_seconds,
         )  # fmt: skip
+        error = self._cost_model.fit_error or 0.0
+        if error > 0.5:
+            self.sharing.warn_once(
+                f"the measured times do not fit a cost model (largest relative error {error:.1f}): "
+                "calibrate on a machine that is otherwise idle",
+                key="fit error",
+            )
         return self._cost_model

@@ -113,3 +113,23 @@ def test_dpo_pairs_are_equal_both_ways(folder, capsys):
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "losses equal within" in printed and "tokens through the models" in printed
+
+
+def test_the_update_benchmark_times_both_ways(tmp_path, capsys):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from trl_updates import main
+
+    out = tmp_path / "updates.json"
+    main([
+        "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--prompt-lens", "256",
+        "--num-responses", "8", "--response-len", "8", "--providers",
+        "shared", "replicated-sdpa", "replicated-flash_attention_2", "--repeats", "1", "--calibrate", "0",
+        "--replicated-tokens", "1100", "--out", str(out),
+    ])  # fmt: skip
+    shared, sdpa, flash = json.loads(out.read_text())
+    assert shared["provider"] == "trl-shared" and shared["time_ms"] > 0 and sdpa["time_ms"] > 0
+    assert flash["error"].startswith("ImportError")  # no GPU here, and no time that was not measured
+    assert "time_ms" not in flash
+    assert shared["verdict"] == "share" and 1 < shared["predicted_speedup"] < 8
+    assert shared["flops"] * shared["predicted_speedup"] == pytest.approx(sdpa["flops"])
+    assert "of predicted; planner: share" in capsys.readouterr().out

@@ -3,6 +3,7 @@ clearly."""
 
 from __future__ import annotations
 
+import random
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from tiny import arguments, even_words, make, model_path, prompts, train
 from trl import GRPOConfig, GRPOTrainer
 
 from flash_attn.integrations.trl import SharedPromptGRPOTrainer, SharedPromptSettings, SharedPromptWarning
+from flash_attn.shared_prompt import cost_model
 from flash_attn.shared_prompt.cost_model import CostModel
 
 EXPENSIVE = CostModel(1.0, 0.0, 0.0, 0.0, call_shared=1e9)
@@ -190,17 +192,23 @@ def test_tool_output_inside_a_response_is_attended_and_not_trained_on(folder):
     assert parameter_error(parent_weights, weights) <= 1e-4
 
 
-def test_calibration_decides_from_measured_times(folder):
+def test_calibration_decides_from_measured_times(folder, monkeypatch):
     trainer = tiny_trainer(folder)
     weights = [p.detach().clone() for p in trainer.model.parameters()]
     before = torch.random.get_rng_state()
-    found = trainer.calibrate(max_tokens=256, max_seconds=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SharedPromptWarning)  # a busy machine does not fit well
+        found = trainer.calibrate(max_tokens=256, max_seconds=1.0)
     assert found.unit == "seconds" and found.token > 0 and trainer._cost_model == found
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(
         p.grad is None and torch.equal(p, w) for p, w in zip(trainer.model.parameters(), weights, strict=True)
     )
-    assert found.fit_error is not None and found.fit_error < 5
+    assert found.fit_error is not None
+    noise = random.Random(0)
+    monkeypatch.setattr(cost_model, "_timed", lambda *_: 10 ** noise.uniform(-3, 1))
+    with pytest.warns(SharedPromptWarning, match="the measured times do not fit a cost model"):
+        trainer.calibrate(max_tokens=256, max_seconds=0.1)
     refused = tiny_trainer(folder, "qwen3_next")
     with pytest.raises(NotImplementedError, match="calibrate needs a model that can share prompts"):
         refused.calibrate()

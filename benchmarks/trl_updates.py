@@ -1,0 +1,291 @@
+"""Times one policy update (loss and backward of one group) in TRL's GRPO trainer, shared and replicated.
+
+    python benchmarks/trl_updates.py --model smollm2-135m --prompt-lens 1024 4096 --out FILE
+
+Real trainers on a random model of the named shape and random tokens; all providers in one process,
+interleaved. A replicated update takes as many micro-batches of whole rows as its token budget needs. Beside
+each time stands what the planner says after measuring this machine (`--calibrate SECONDS`; 0: FLOPs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128,
+    },
+    "smollm2-135m": {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": {
+        "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+# Provider -> (trainer, attention).
+PROVIDERS = {
+    "shared": ("shared", "dualkv"),
+    "replicated-sdpa": ("replicated", "sdpa"),
+    "replicated-flash_attention_2": ("replicated", "flash_attention_2"),
+    "replicated-dualkv": ("replicated", "dualkv"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One prompt of `prompt_len` tokens with `num_responses` responses of `response_len`."""
+
+    prompt_len: int
+    num_responses: int
+    response_len: int
+
+
+class Bench:
+    """Both trainers on one model."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from tokenizers import Tokenizer, models
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+        from trl import GRPOConfig, GRPOTrainer
+
+        from flash_attn.integrations.trl import SharedPromptGRPOTrainer
+
+        values = dict(SHAPES[options.model])
+        config = AutoConfig.for_model(
+            values.pop("model_type"), **values, max_position_embeddings=65536, pad_token_id=0, eos_token_id=1
+        )
+        self.device, self.options = torch.device(options.device), options
+        self.vocab_size = config.vocab_size
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
+        self.model = model.to(self.device)
+        if options.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+        self.folder = tempfile.TemporaryDirectory()
+        common = {
+            "model": self.model, "reward_funcs": lambda completions, **_: [0.0] * len(completions),
+            "processing_class": tokenizer,
+        }  # fmt: skip
+        arguments = {
+            "output_dir": self.folder.name, "report_to": "none", "beta": 0.0, "bf16": False,
+            "use_cpu": self.device.type == "cpu", "per_device_train_batch_size": 2, "num_generations": 2,
+            "gradient_checkpointing": False,
+        }  # fmt: skip
+        from datasets import Dataset
+
+        data = Dataset.from_dict({"prompt": ["x"] * 2})
+        self.trainers = {
+            "replicated": GRPOTrainer(args=GRPOConfig(**arguments), train_dataset=data, **common),
+            "shared": SharedPromptGRPOTrainer(args=GRPOConfig(**arguments), train_dataset=data, **common),
+        }
+        for trainer in self.trainers.values():
+            trainer.current_gradient_accumulation_steps = 1
+        self.model.train()
+        self.cost_model = self.trainers["shared"]._cost_model
+        self.flop_model = self.cost_model
+
+    def calibrate(self, seconds: float) -> None:
+        """Measures the planner's cost model."""
+        self.model.set_attn_implementation("dualkv")
+        self.cost_model = self.trainers["shared"].calibrate(
+            max_tokens=self.options.replicated_tokens, max_seconds=seconds
+        )
+        # The bench times what it is asked to time: the verdict is only written down.
+        self.trainers["shared"]._cost_model = self.flop_model
+
+    def inputs(self, cell: Cell) -> dict[str, torch.Tensor]:
+        """The rows of one group as TRL's trainer has them."""
+        generator = torch.Generator().manual_seed(0)
+
+        def ids(*shape: int) -> torch.Tensor:
+            return torch.randint(3, self.vocab_size, shape, generator=generator).to(self.device)
+
+        prompt = ids(1, cell.prompt_len).repeat(cell.num_responses, 1)
+        completions = ids(cell.num_responses, cell.response_len)
+        return {
+            "prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": completions,
+            "completion_mask": torch.ones_like(completions),
+            "advantages": torch.linspace(-1, 1, cell.num_responses, device=self.device),
+            "num_items_in_batch": torch.tensor(float(completions.numel()), device=self.device),
+        }  # fmt: skip
+
+    def update(self, provider: str, cell: Cell) -> Callable[[], None]:
+        """One policy update: every row's loss and backward, gradients summed, then cleared."""
+        trainer_name, attention = PROVIDERS[provider]
+        trainer, inputs = self.trainers[trainer_name], self.inputs(cell)
+        rows = cell.num_responses
+        if trainer_name == "replicated":
+            rows = max(1, self.options.replicated_tokens // (cell.prompt_len + cell.response_len))
+        parts = [
+            {k: v[i : i + rows] if v.dim() else v for k, v in inputs.items()}
+            for i in range(0, cell.num_responses, rows)
+        ]
+
+        def run() -> None:
+            self.model.set_attn_implementation(attention)
+            for part in parts:
+                trainer._compute_loss(self.model, part).backward()
+            self.model.zero_grad(set_to_none=True)
+
+        return run
+
+
+def seconds_of(call: Callable[[], None], device: torch.device) -> float:
+    """Wall time of a call with an idle GPU before and after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def measure(bench: Bench, cell: Cell, providers: list[str], repeats: int) -> dict[str, dict[str, Any]]:
+    """Times of every provider, rounds interleaved; a provider that fails says why instead."""
+    found: dict[str, dict[str, Any]] = {name: {"error": None} for name in providers}
+    calls = {}
+    for name in providers:
+        call = bench.update(name, cell)
+        try:
+            if bench.device.type == "cuda":
+                gc.collect()
+                torch.cuda.reset_peak_memory_stats(bench.device)
+            call()
+            if bench.device.type == "cuda":
+                found[name]["peak_gib"] = torch.cuda.max_memory_allocated(bench.device) / 2**30
+            calls[name] = call
+        except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
+            found[name]["error"] = f"{type(error).__name__}: {error}"[:300]
+            bench.model.zero_grad(set_to_none=True)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(seconds_of(call, bench.device))
+    for name, values in times.items():
+        ordered = sorted(values)
+        at = [ordered[round(share * (len(ordered) - 1))] * 1e3 for share in (0.5, 0.2, 0.8)]
+        found[name].update(time_ms=at[0], p20_ms=at[1], p80_ms=at[2])
+    return found
+
+
+def rows_of(
+    bench: Bench, cell: Cell, found: dict[str, dict[str, Any]], about: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """JSON rows: times beside what FLOPs predict and what the planner says."""
+    from flash_attn.shared_prompt.cost_model import GroupLens
+
+    group = [GroupLens(cell.prompt_len, (cell.response_len,) * cell.num_responses)]
+    flops = {shared: bench.flop_model.cost(group, shared=shared) for shared in (True, False)}
+    config, o = bench.model.config, bench.options
+    per_call = max(1, o.replicated_tokens // (cell.prompt_len + cell.response_len))
+    num_calls = -(-cell.num_responses // per_call)
+    case = {
+        "model": o.model, "N": cell.num_responses, "P": cell.prompt_len, "R": cell.response_len, "groups": 1,
+        "H": config.num_attention_heads, "Hk": config.num_key_value_heads, "dtype": o.dtype,
+        "gradient_checkpointing": o.gradient_checkpointing,
+    }  # fmt: skip
+    common = {
+        **about, "case": case, "pass": "update", "predicted_speedup": flops[False] / flops[True],
+        "verdict": "share" if bench.cost_model.pays(group, num_calls=num_calls) else "replicate",
+        "cost_model": bench.cost_model.as_dict(),
+    }  # fmt: skip
+    rows = []
+    for name, values in found.items():
+        shared = PROVIDERS[name][0] == "shared"
+        entry = {**common, "provider": f"trl-{name}", "flops": flops[shared], "peak_gib": None, **values}
+        if values.get("time_ms"):
+            entry["tflops"] = flops[shared] / values["time_ms"] / 1e9
+        rows.append(entry)
+    return rows
+
+
+def print_cell(cell: Cell, found: dict[str, dict[str, Any]], row: dict[str, Any]) -> None:
+    """One line: times, speed-up, its share of the prediction, and what following the planner costs."""
+    times = {name: v["time_ms"] for name, v in found.items() if "time_ms" in v}
+    shown = " ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())
+    shown += "".join(f" {name}: {v['error'][:60]}" for name, v in found.items() if v["error"])
+    line = f"P {cell.prompt_len} N {cell.num_responses} R {cell.response_len}: {shown}"
+    replicated = [ms for name, ms in times.items() if name.startswith("replicated")]
+    if "shared" in times and replicated:
+        speedup = min(replicated) / times["shared"]
+        chosen = times["shared"] if row["verdict"] == "share" else min(replicated)
+        loss = chosen / min(times["shared"], *replicated) - 1
+        line += f" | {speedup:.2f}x, {speedup / row['predicted_speedup']:.0%} of predicted"
+        line += f"; planner: {row['verdict']}, {loss:.1%} above the best"
+    print(line, flush=True)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--model", choices=list(SHAPES), default="smollm2-135m")
+    parser.add_argument("--prompt-lens", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--num-responses", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--response-len", type=int, default=512)
+    default = ["shared", "replicated-sdpa", "replicated-flash_attention_2"]
+    parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=default)
+    parser.add_argument(
+        "--replicated-tokens", type=int, default=65536, help="of a replicated micro-batch, at most"
+    )
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--calibrate", type=float, default=60.0, metavar="SECONDS", help="0: count FLOPs")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """Times every cell; writes and returns the rows."""
+    options = parse(arguments)
+    bench = Bench(options)
+    if bench.device.type == "cuda":
+        from run import environment
+
+        about = environment()
+    else:
+        about = {"gpu": "cpu", "torch": torch.__version__}
+        about["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    if options.calibrate:
+        bench.calibrate(options.calibrate)
+        print(f"cost model: {bench.cost_model}")
+    rows: list[dict[str, Any]] = []
+    for prompt_len in options.prompt_lens:
+        for num_responses in options.num_responses:
+            cell = Cell(prompt_len, num_responses, options.response_len)
+            found = measure(bench, cell, options.providers, options.repeats)
+            new = rows_of(bench, cell, found, about)
+            print_cell(cell, found, new[0])
+            rows += new
+            if options.out:  # after every cell: a run that is stopped keeps what it measured
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
