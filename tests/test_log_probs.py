@@ -358,7 +358,7 @@ def test_compiles_without_graph_breaks():
 
 
 def test_wrong_labels_that_cannot_be_read_give_nan(monkeypatch):
-    monkeypatch.setattr(CHECKS, "may_read", lambda tensor: False)  # as on a GPU
+    monkeypatch.setattr(CHECKS, "values_are_read", lambda tensor: False)  # as on a GPU
     hidden, weight, bias = inputs(num_rows=3)
     values = log_probs(hidden, torch.tensor([1, VOCAB, -1]), weight, bias).log_probs
     assert values.isnan().tolist() == [False, True, True]
@@ -391,6 +391,11 @@ H, W, Y = torch.zeros(3, SIZE), torch.zeros(VOCAB, SIZE), torch.zeros(3, dtype=t
             dict(temperature=torch.ones(2)),
             ValueError,
             "a number or one per label (3,) on cpu, got [2] on cpu",
+        ),
+        (
+            dict(temperature=torch.ones(3, requires_grad=True)),
+            NotImplementedError,
+            "temperature has no gradient here",
         ),
         (dict(softcap=0.0), ValueError, "softcap must be > 0 or None, got 0.0"),
         (dict(tile_elements=0), ValueError, "tile_elements must be at least 1, got 0"),

@@ -4,9 +4,9 @@ free.
 
 from __future__ import annotations
 
-import os
-
 import torch
+
+from flash_attn.checks import values_are_read
 
 
 def check_tensors(
@@ -60,7 +60,11 @@ def check_options(
                 f"temperature must be a number or one per label {tuple(labels.shape)} on {labels.device}, "
                 f"got {list(temperature.shape)} on {temperature.device}"
             )
-        if may_read(temperature) and not (temperature > 0).all():
+        if temperature.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "temperature has no gradient here: it must not require one, pass temperature.detach()"
+            )
+        if values_are_read(temperature) and not (temperature > 0).all():
             raise ValueError(f"temperature must be > 0, got {temperature[~(temperature > 0)][0].item()}")
     elif not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
@@ -70,24 +74,17 @@ def check_options(
         raise ValueError(f"tile_elements must be at least 1, got {tile_elements}")
 
 
-def may_read(tensor: torch.Tensor) -> bool:
-    """Whether looking at values costs no wait for a GPU (or was asked for) and no graph break."""
-    if torch.compiler.is_compiling() or tensor.is_meta:
-        return False
-    return tensor.device.type == "cpu" or os.environ.get("FLASH_ATTN_CHECK") == "1"
-
-
 def check_values(
     labels: torch.Tensor, pred_index: torch.Tensor | None, vocab_size: int, num_rows: int, ignore_index: int
 ) -> None:
-    if may_read(labels):
+    if values_are_read(labels):
         wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
         if wrong.any():
             raise ValueError(
                 f"labels must be in [0, {vocab_size}) or {ignore_index}, "
                 f"got {labels[wrong].flatten()[0].item()}"
             )
-    if pred_index is not None and may_read(pred_index):
+    if pred_index is not None and values_are_read(pred_index):
         wrong = (pred_index < 0) | (pred_index >= num_rows)
         if wrong.any():
             raise ValueError(f"pred_index must be in [0, {num_rows}), got {pred_index[wrong][0].item()}")

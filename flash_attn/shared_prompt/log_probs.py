@@ -55,9 +55,10 @@ def log_probs(
     or with `pred_index` (n,) the label that row `pred_index[j]` predicts (rows may repeat; gradients of
     repeated hidden rows add up in fp32).
 
-    `temperature` > 0, a number or one per label; `softcap` is the model's final logit softcap (applied before
-    the temperature). Nothing is changed in place. bf16 and fp16 logits are cast to fp32 before anything else
-    happens. Labels equal to `ignore_index` give exactly 0 and no gradient. Logits of -inf have probability 0.
+    `temperature` > 0, a number or one per label (constants: no gradient); `softcap` is the model's final
+    logit softcap (applied before the temperature). Nothing is changed in place. bf16 and fp16 logits are cast
+    to fp32 before anything else happens. Labels equal to `ignore_index` give exactly 0 and no gradient.
+    Logits of -inf have probability 0.
 
     Label values are checked on the CPU; on a GPU (no host sync, unless FLASH_ATTN_CHECK=1) a wrong label
     gives NaN. Gradients of both results flow to `hidden`, `weight` and `bias`, whichever require them.
@@ -75,12 +76,22 @@ def log_probs(
     if torch.is_autocast_enabled(rows.device.type) and weight is not None and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    options = (softcap, ignore_index, compute_entropy, tile_elements, unique)
+    options = _Options(softcap, ignore_index, compute_entropy, tile_elements, unique)
     flat = labels.reshape(-1)
-    scale = temperature.detach().reshape(-1) if isinstance(temperature, torch.Tensor) else float(temperature)
+    scale = temperature.reshape(-1) if isinstance(temperature, torch.Tensor) else float(temperature)
     with torch.autocast(rows.device.type, enabled=False):
         values, entropy = _LogProbs.apply(rows, weight, bias, flat, pred_index, scale, options)
     return LogProbs(values.view(labels.shape), entropy.view(labels.shape) if compute_entropy else None)
+
+
+class _Options(NamedTuple):
+    """What is no tensor of one call. `unique_rows`: no row predicts two labels."""
+
+    softcap: float | None
+    ignore_index: int
+    compute_entropy: bool
+    tile_elements: int
+    unique_rows: bool
 
 
 class _Tiles:
@@ -94,22 +105,16 @@ class _Tiles:
         labels: torch.Tensor,
         pred_index: torch.Tensor | None,
         temperature: float | torch.Tensor,
-        options: tuple[Any, ...],
+        options: _Options,
     ) -> None:
-        self.rows, self.weight, self.bias, self.labels, self.pred_index = (
-            rows,
-            weight,
-            bias,
-            labels,
-            pred_index,
-        )
-        self.temperature = temperature
+        self.rows, self.weight, self.bias = rows, weight, bias
+        self.labels, self.pred_index, self.temperature = labels, pred_index, temperature
         self.tempered = isinstance(temperature, torch.Tensor) or temperature != 1.0
-        self.softcap, self.ignore_index, _, tile_elements, self.unique = options
+        self.softcap, self.ignore_index = options.softcap, options.ignore_index
         self.vocab_size = rows.shape[1] if weight is None else weight.shape[0]
         self.num_labels = labels.shape[0]
-        self.num_rows = max(min(self.num_labels, MAX_TILE_ROWS, tile_elements), 1)
-        self.num_columns = max(tile_elements // self.num_rows, 1)
+        self.num_rows = max(min(self.num_labels, MAX_TILE_ROWS, options.tile_elements), 1)
+        self.num_columns = max(options.tile_elements // self.num_rows, 1)
         self.dtype = torch.promote_types(rows.dtype, torch.float32)
 
     def row_blocks(self) -> Iterator[slice]:
@@ -237,10 +242,10 @@ class _LogProbs(torch.autograd.Function):
         labels: torch.Tensor,
         pred_index: torch.Tensor | None,
         temperature: float | torch.Tensor,
-        options: tuple[Any, ...],
+        options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tiles = _Tiles(rows, weight, bias, labels, pred_index, temperature, options)
-        blocks = [_forward_block(tiles, block, options[2]) for block in tiles.row_blocks()]
+        blocks = [_forward_block(tiles, block, options.compute_entropy) for block in tiles.row_blocks()]
         empty = rows.new_zeros(0, dtype=tiles.dtype)
         parts = list(zip(*blocks, strict=True)) or [()] * 4
         values, maximum, log_total, entropy = (torch.cat([empty, *part]) for part in parts)
@@ -274,7 +279,7 @@ class _LogProbs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=tiles.dtype) if needs_bias else None
         # Where rows repeat, their gradients are added in fp32.
-        repeats = pred_index is not None and not tiles.unique
+        repeats = pred_index is not None and not ctx.options.unique_rows
         d_rows = torch.zeros_like(rows, dtype=tiles.dtype if repeats else rows.dtype) if needs_rows else None
         for block in tiles.row_blocks():
             gathered = tiles.gather(block)
