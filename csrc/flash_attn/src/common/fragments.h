@@ -136,35 +136,32 @@ struct NoWork {
 };
 
 // acc += A B. load_a(kk, registers of all MT row tiles), load_b(kk, np, registers of two 8-column tiles); both are
-// called one step ahead of their use, so that the reads hide behind the products. meanwhile(step), called once in each of
-// the KK NT / 2 steps, is work of the other pipes to be mixed in.
+// called one step ahead of their use (the compiler moves them further). A step is one B read and its 2 MT products.
+// meanwhile(step), called once in each of the KK NT / 2 steps, is work of the other pipes to be mixed in.
 template <typename Element, int KK, int MT, int NT, typename LoadA, typename LoadB, typename Meanwhile = NoWork>
 __device__ __forceinline__ void gemm(float (&acc)[MT][NT][4], LoadA load_a, LoadB load_b, Meanwhile meanwhile = {}) {
     static_assert(NT % 2 == 0);
-    constexpr int NP = NT / 2;
+    constexpr int NP = NT / 2, kSteps = KK * NP;
     uint32_t a[2][MT][4], b[2][4];
     load_a(0, a[0]);
     load_b(0, 0, b[0]);
 #pragma unroll
-    for (int kk = 0; kk < KK; ++kk) {
+    for (int step = 0; step < kSteps; ++step) {
+        int const kk = step / NP, np = step % NP;
+        if (np == 0 && kk + 1 < KK) load_a(kk + 1, a[(kk + 1) % 2]);
+        if (step + 1 < kSteps) load_b((step + 1) / NP, (step + 1) % NP, b[(step + 1) % 2]);
 #pragma unroll
-        for (int np = 0; np < NP; ++np) {
-            int const step = kk * NP + np;
-            if (np == 0 && kk + 1 < KK) load_a(kk + 1, a[(kk + 1) % 2]);
-            if (step + 1 < KK * NP) load_b((step + 1) / NP, (step + 1) % NP, b[(step + 1) % 2]);
+        for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
-            for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float(&c)[4] = acc[mt][2 * np + half];
-                    uint32_t(&x)[4] = a[kk % 2][mt];
-                    uint32_t(&y)[4] = b[step % 2];
-                    MmaAtom<Element>::fma(c[0], c[1], c[2], c[3], x[0], x[1], x[2], x[3], y[2 * half], y[2 * half + 1],
-                                          c[0], c[1], c[2], c[3]);
-                }
+            for (int half = 0; half < 2; ++half) {
+                float(&c)[4] = acc[mt][2 * np + half];
+                uint32_t(&x)[4] = a[kk % 2][mt];
+                uint32_t(&y)[4] = b[step % 2];
+                MmaAtom<Element>::fma(c[0], c[1], c[2], c[3], x[0], x[1], x[2], x[3], y[2 * half], y[2 * half + 1], c[0], c[1],
+                                      c[2], c[3]);
             }
-            meanwhile(step);
         }
+        meanwhile(step);
     }
 }
 
@@ -224,25 +221,29 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
 }
 
 // Rows of a tensor into a shared tile; rows outside [first, last) and columns from `num_cols` on become zero. `source`
-// points at row 0 of the tile (it may lie outside the tensor when that row is not copied).
+// points at row 0 of the tile (it may lie outside the tensor when that row is not copied). Uniform over the block except for
+// a 32-bit offset inside the tile: kMaxRowStride is what that leaves for a row.
+constexpr int64_t kMaxRowStride = (int64_t(1) << 31) / (2 * 128);
+
 template <int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void load_rows(uint32_t tile, void const* source, int64_t row_stride, int first, int last,
                                           int num_cols) {
     constexpr int kLanes = SharedTile<kCols>::kSwizzled;  // threads that share a row
     constexpr int kStep = kThreads / kLanes;
-    static_assert(kRows % kStep == 0 && kStep % 8 == 0 && kCols / 8 % kLanes == 0);
+    static_assert(kRows % kStep == 0 && kStep % 8 == 0 && kCols / 8 % kLanes == 0 && kRows <= 128);
     int const thread = opaque(threadIdx.x), row = thread / kLanes, chunk = thread % kLanes;
     uint32_t const to = tile + SharedTile<kCols>::offset(row, chunk);
-    char const* from = static_cast<char const*>(source) + (row * row_stride + chunk * 8) * 2;
+    int const row_bytes = static_cast<int>(row_stride) * 2;
+    unsigned const offset = row * row_bytes + chunk * 16;
     unsigned const count = last > first ? last - first : 0;
 #pragma unroll
     for (int i = 0; i < kRows / kStep; ++i) {
+        char const* from = static_cast<char const*>(source) + static_cast<int64_t>(i * kStep * row_bytes) + offset;
         bool const valid = static_cast<unsigned>(row + i * kStep - first) < count;
 #pragma unroll
         for (int j = 0; j < kCols / 8 / kLanes; ++j)
             copy_async_16(to + i * kStep * SharedTile<kCols>::kPitch + j * kLanes * 16, from + j * kLanes * 16,
                           valid && (chunk + j * kLanes) * 8 < num_cols);
-        from += kStep * row_stride * 2;
     }
 }
 

@@ -51,7 +51,7 @@ struct ForwardLoader {
         auto const* source = static_cast<Element const*>(base) + item.row_begin * row_stride + head * head_stride;
         load_rows<T::kBlockM, T::kHeadDim, T::kThreads>(tile, source, row_stride, 0, item.num_rows, p.head_dim);
     }
-    // Tile i of K (even ticks) or V (odd ticks) into ring slot `slot`. Keys behind the interval, which no row sees, become zero.
+    // Tile i of K or V into ring slot `slot`. Keys behind the interval, which no row sees, become zero.
     __device__ void keys(int i, bool value, int slot) const {
         bool const context = tiles.is_context(i);
         void const* base = value ? (context ? p.v_context : p.v) : (context ? p.k_context : p.k);
@@ -143,55 +143,93 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) forward_kernel(F
     KeyTiles<T::kBlockN> const tiles(item);
     ForwardLoader<T> const load{p, tiles, shared, head, head / (p.num_heads / p.num_heads_k)};
 
-    // Tick 2 i is K tile i, tick 2 i + 1 is V tile i; kSlots - 1 ticks are in flight.
-    int const num_ticks = 2 * tiles.num_tiles;
+    // The ring holds tiles in the order of use, K0 V0 K1 V1 ..., or K0 K1 V0 K2 V1 ... where scores run ahead; kSlots - 1 of
+    // these ticks are in flight.
+    int const num_tiles = tiles.num_tiles, num_ticks = 2 * num_tiles;
+    auto const load_tick = [&](int tick, int slot) {
+        int const k_tile = (tick + 1) / 2;
+        bool const value = T::kAhead ? tick > 0 && (tick % 2 == 0 || k_tile == num_tiles) : tick % 2 == 1;
+        int const tile = !T::kAhead ? tick / 2 : value ? (tick - 1) / 2 : k_tile;
+        if (tick < num_ticks) load.keys(tile, value, slot);
+        copy_async_commit();
+    };
     load.spans(item);
     if (num_ticks > 0) load.rows(shared, p.q, p.q_row_stride, p.q_head_stride, item);
 #pragma unroll
-    for (int tick = 0; tick < T::kSlots - 1; ++tick) {
-        if (tick < num_ticks) load.keys(tick / 2, tick % 2, tick);
-        copy_async_commit();
-    }
+    for (int tick = 0; tick < T::kSlots - 1; ++tick) load_tick(tick, tick);
 
     int const warp_row = threadIdx.x / 32 * 16 * MT;
     auto const q_lane = lane_a<T::kHeadDim>(shared, warp_row);
     auto const k_lane = lane_b<T::kHeadDim>(shared + T::kRing, 0);
     auto const v_lane = lane_b_transposed<T::kHeadDim>(shared + T::kRing, 0);
     float const scale_log2 = (kSoftcap ? p.softcap : p.softmax_scale) * kLog2E;
-    float o[MT][NO][4];
+    float o[MT][NO][4], s[MT][NT][4];
+    uint32_t prob[NT / 2][MT][4];
     clear(o);
     OnlineSoftmax<MT> softmax;
     int slot = 0;
-    // Waits for the tick in `slot`, whose predecessor every warp has left, and starts the tick that takes its place.
+    // Waits for the tile of tick `tick`, which is in ring slot `slot`. Every warp has left the tick before: its slot is filled
+    // again. Returns the slot's offset.
     auto const turn = [&](int tick) {
         copy_async_wait<T::kSlots - 2>();
         __syncthreads();
-        int const ahead = tick + T::kSlots - 1;
-        if (ahead < num_ticks) load.keys(ahead / 2, ahead % 2, slot == 0 ? T::kSlots - 1 : slot - 1);
-        copy_async_commit();
+        load_tick(tick + T::kSlots - 1, slot == 0 ? T::kSlots - 1 : slot - 1);
         uint32_t const offset = slot * T::kSlotBytes;
         slot = slot == T::kSlots - 1 ? 0 : slot + 1;
         return offset;
     };
-    for (int i = 0; i < tiles.num_tiles; ++i) {
-        uint32_t const k_slot = turn(2 * i);
-        float s[MT][NT][4];
+    auto const scores = [&](int i, uint32_t k_slot) {
         clear(s);
+        auto const k_now = k_lane.moved(k_slot);
         gemm<Element, T::kHeadDim / 16>(
             s,
             [&](int kk, uint32_t(&a)[MT][4]) {
 #pragma unroll
                 for (int mt = 0; mt < MT; ++mt) load_matrix(a[mt], q_lane.at(16 * mt, 2 * kk));
             },
-            [&](int kk, int np, uint32_t(&b)[4]) { load_matrix(b, k_lane.at(16 * np, 2 * kk) + k_slot); });
-        uint32_t const v_slot = turn(2 * i + 1);
+            [&](int kk, int np, uint32_t(&b)[4]) { load_matrix(b, k_now.at(16 * np, 2 * kk)); });
         if constexpr (kSoftcap) apply_softcap(s, p.softmax_scale / p.softcap);
-        if (!tiles.clean(i))
-            mask_tile<T>(s, shared + T::kSpans, tiles.is_context(i), tiles.first_key(i), warp_row, -INFINITY);
-        softmax.step(s, o, scale_log2);
+        if (!tiles.clean(i)) mask_tile<T>(s, shared + T::kSpans, tiles.is_context(i), tiles.first_key(i), warp_row, -INFINITY);
+    };
+    auto const add_values = [&](uint32_t v_slot, auto meanwhile) {
+        auto const v_now = v_lane.moved(v_slot);
         gemm<Element, T::kBlockN / 16>(
-            o, [&](int kk, uint32_t(&a)[MT][4]) { pack_a<Element>(a, s, kk); },
-            [&](int kk, int np, uint32_t(&b)[4]) { load_matrix_transposed(b, v_lane.at(16 * kk, 2 * np) + v_slot); });
+            o,
+            [&](int kk, uint32_t(&a)[MT][4]) {
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) a[mt][j] = prob[kk][mt][j];
+            },
+            [&](int kk, int np, uint32_t(&b)[4]) { load_matrix_transposed(b, v_now.at(16 * kk, 2 * np)); }, meanwhile);
+    };
+    auto const whole_softmax = [&] {
+        SoftmaxTile<Element, MT, NT> tile(softmax, s, prob, scale_log2);
+        tile.maxima(0, tile.kUnits);
+        tile.update();
+        tile.rescale(o);
+        tile.exponentials(0, tile.kUnits);
+    };
+    if constexpr (T::kAhead) {
+        if (num_tiles > 0) {
+            scores(0, turn(0));
+            whole_softmax();
+        }
+        for (int i = 1; i < num_tiles; ++i) {
+            scores(i, turn(2 * i - 1));
+            uint32_t const v_slot = turn(2 * i);
+            SoftmaxTile<Element, MT, NT> tile(softmax, s, prob, scale_log2);
+            add_values(v_slot, [&](int step) { tile.template slice<T::kBlockN / 16 * NO / 2>(step); });
+            tile.rescale(o);
+        }
+        if (num_tiles > 0) add_values(turn(num_ticks - 1), NoWork{});
+    } else {
+        for (int i = 0; i < num_tiles; ++i) {
+            scores(i, turn(2 * i));
+            uint32_t const v_slot = turn(2 * i + 1);
+            whole_softmax();
+            add_values(v_slot, NoWork{});
+        }
     }
     store_forward<T>(p, item, head, shared, warp_row, softmax, o);
 }

@@ -9,17 +9,40 @@
 
 namespace flash_attn::sm80 {
 
-template <typename Element, int kHeadDim>
-struct Kernels {
-    static constexpr ForwardTile kF = find_tile(kForwardTiles, kHeadDim), kQ = find_tile(kDqTiles, kHeadDim);
-    static constexpr BackwardTile kB = find_tile(kBackwardTiles, kHeadDim);
-    static_assert(kF.head_dim == kHeadDim && kQ.head_dim == kHeadDim && kB.head_dim == kHeadDim, "no tile for this head dim");
-    static_assert(kF.block_m == kQ.block_m, "the forward and the dQ pass share their query items");
-    using Forward = ForwardTraits<Element, kHeadDim, kF.block_m, kF.block_n, kF.num_warps, kF.num_slots, kF.blocks_per_sm>;
-    using DqPass = PassTraits<Element, kHeadDim, kQ.block_m, kQ.block_n, kQ.num_warps, kQ.num_slots, kQ.blocks_per_sm>;
-    using Backward = BackwardTraits<Element, kHeadDim, kB.block_m, kB.block_n, kB.num_warps, kB.warps_m, kB.warps_n, kB.warps_q,
-                                    kB.query_stages, kB.dout_stages, kB.blocks_per_sm>;
+template <typename Element, int kRow>
+struct ForwardOf {
+    static constexpr ForwardTile kTile = kForwardTiles[kRow];
+    using Traits = ForwardTraits<Element, kTile.head_dim, kTile.block_m, kTile.block_n, kTile.num_warps, kTile.num_slots,
+                                 kTile.blocks_per_sm, kTile.ahead>;
+    static_assert(Traits::kSharedBytes == kTile.shared_bytes());
 };
+
+template <typename Element, int kRow>
+struct DqPassOf {
+    static constexpr ForwardTile kTile = kDqTiles[kRow];
+    using Traits = PassTraits<Element, kTile.head_dim, kTile.block_m, kTile.block_n, kTile.num_warps, kTile.num_slots,
+                              kTile.blocks_per_sm>;
+    static_assert(Traits::kSharedBytes == kTile.pass_shared_bytes());
+};
+
+template <typename Element, int kRow>
+struct BackwardOf {
+    static constexpr BackwardTile kTile = kBackwardTiles[kRow];
+    using Traits = BackwardTraits<Element, kTile.head_dim, kTile.block_m, kTile.block_n, kTile.num_warps, kTile.warps_m,
+                                  kTile.warps_n, kTile.warps_q, kTile.query_stages, kTile.dout_stages, kTile.blocks_per_sm>;
+    static_assert(Traits::kSharedBytes == kTile.shared_bytes());
+};
+
+// Calls launch_row(integral constant of `row`) for a row of `kTable` of this head dim: only these are compiled.
+template <int kHeadDim, auto const& kTable, int kRow = 0, typename LaunchRow>
+cudaError_t with_row(int row, LaunchRow launch_row) {
+    if constexpr (kRow < static_cast<int>(sizeof(kTable) / sizeof(kTable[0]))) {
+        if constexpr (kTable[kRow].head_dim == kHeadDim)
+            if (row == kRow) return launch_row(std::integral_constant<int, kRow>{});
+        return with_row<kHeadDim, kTable, kRow + 1>(row, launch_row);
+    }
+    return cudaErrorInvalidValue;
+}
 
 // Query heads whose keys and values stay in L2 while every query tile passes over them.
 inline int section_heads(FwdParams const& p, int num_heads_k) {
@@ -31,32 +54,52 @@ inline int section_heads(FwdParams const& p, int num_heads_k) {
     return heads_k * (p.num_heads / p.num_heads_k);
 }
 
+// Loads address a tile by 32-bit offsets.
+inline bool strides_fit(FwdParams const& p, int64_t dout_row_stride = 0) {
+    for (int64_t stride : {p.q_row_stride, p.k_row_stride, p.v_row_stride, p.k_context_row_stride, p.v_context_row_stride, dout_row_stride})
+        if (stride < 0 || stride >= kMaxRowStride) return false;
+    return true;
+}
+
 template <typename Element, int kHeadDim>
 cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
-    using T = typename Kernels<Element, kHeadDim>::Forward;
-    auto const kernel = p.softcap > 0.f ? forward_kernel<T, true> : forward_kernel<T, false>;
-    int64_t const blocks = static_cast<int64_t>(p.plan.num_query_items) * p.num_heads;
-    return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p, section_heads(p, p.num_heads_k));
+    if (!strides_fit(p)) return cudaErrorInvalidValue;
+    int const row = find_tile(kForwardTiles, kHeadDim, shared_memory_limit(), &ForwardTile::shared_bytes);
+    return with_row<kHeadDim, kForwardTiles>(row, [&](auto constant) {
+        using T = typename ForwardOf<Element, decltype(constant)::value>::Traits;
+        auto const kernel = p.softcap > 0.f ? forward_kernel<T, true> : forward_kernel<T, false>;
+        int64_t const blocks = static_cast<int64_t>(p.plan.num_query_items) * p.num_heads;
+        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p, section_heads(p, p.num_heads_k));
+    });
 }
 
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
-    using T = typename Kernels<Element, kHeadDim>::Backward;
-    auto const kernel = p.dq_accum == nullptr
-                            ? (p.fwd.softcap > 0.f ? backward_kernel<T, true, false> : backward_kernel<T, false, false>)
-                            : (p.fwd.softcap > 0.f ? backward_kernel<T, true, true> : backward_kernel<T, false, true>);
-    int const heads_k = p.head_k_end - p.head_k_begin;
-    return launch(kernel, static_cast<int64_t>(p.fwd.plan.num_key_items) * heads_k, 1, T::kThreads, T::kSharedBytes, stream, p,
-                  p.fwd.num_heads / p.fwd.num_heads_k, heads_k);
+    if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorInvalidValue;
+    int const row = find_tile(kBackwardTiles, kHeadDim, shared_memory_limit(), &BackwardTile::shared_bytes);
+    return with_row<kHeadDim, kBackwardTiles>(row, [&](auto constant) {
+        using T = typename BackwardOf<Element, decltype(constant)::value>::Traits;
+        auto const kernel = p.dq_accum == nullptr
+                                ? (p.fwd.softcap > 0.f ? backward_kernel<T, true, false> : backward_kernel<T, false, false>)
+                                : (p.fwd.softcap > 0.f ? backward_kernel<T, true, true> : backward_kernel<T, false, true>);
+        // One section: items are long and few, so that the list's order over all heads is what keeps the SMs busy to the end.
+        int const heads_k = p.head_k_end - p.head_k_begin;
+        int64_t const blocks = static_cast<int64_t>(p.fwd.plan.num_key_items) * heads_k;
+        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p, p.fwd.num_heads / p.fwd.num_heads_k, heads_k);
+    });
 }
 
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd_dq(BwdParams const& p, cudaStream_t stream) {
-    using T = typename Kernels<Element, kHeadDim>::DqPass;
-    auto const kernel = p.fwd.softcap > 0.f ? dq_pass_kernel<T, true> : dq_pass_kernel<T, false>;
-    int const heads_k = p.head_k_end - p.head_k_begin;
-    int64_t const blocks = static_cast<int64_t>(p.fwd.plan.num_query_items) * heads_k * (p.fwd.num_heads / p.fwd.num_heads_k);
-    return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p, section_heads(p.fwd, heads_k));
+    if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorInvalidValue;
+    int const row = find_tile(kDqTiles, kHeadDim, shared_memory_limit(), &ForwardTile::pass_shared_bytes);
+    return with_row<kHeadDim, kDqTiles>(row, [&](auto constant) {
+        using T = typename DqPassOf<Element, decltype(constant)::value>::Traits;
+        auto const kernel = p.fwd.softcap > 0.f ? dq_pass_kernel<T, true> : dq_pass_kernel<T, false>;
+        int const heads_k = p.head_k_end - p.head_k_begin;
+        int64_t const blocks = static_cast<int64_t>(p.fwd.plan.num_query_items) * heads_k * (p.fwd.num_heads / p.fwd.num_heads_k);
+        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p, section_heads(p.fwd, heads_k));
+    });
 }
 
 template <typename Element, int kHeadDim>

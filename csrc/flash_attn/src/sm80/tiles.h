@@ -1,56 +1,83 @@
-// Tile sizes of the mma.sync kernels: data, one row a head dim, with what limits it. Host and device.
+// Tile sizes of the mma.sync kernels: data, with what limits each row. Host and device.
 //
-// Two columns of rows: GPUs with at least 160 KB of shared memory a block (sm_80, 87, 90, 100), and those with 99 KB (sm_86, 89, 120).
-// The plan is built for fwd_block_m and bwd_block_n, so these do not depend on the column.
+// A block may use 227 KB of shared memory on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on sm_86, sm_89 and sm_120:
+// of the rows of a head dim the first that fits is taken. The plan is built for its block_m and block_n.
 #pragma once
 
 #include "../../params.h"
 
 namespace flash_attn::sm80 {
 
+// Forward and dQ pass: block_m query rows against tiles of block_n keys, K and V in a ring of num_slots tiles.
 struct ForwardTile {
     int head_dim, block_m, block_n, num_warps, num_slots, blocks_per_sm;
+    bool ahead;  // scores run one tile ahead of P V: pays where the softmax is large beside the products
+    constexpr int shared_bytes() const { return (block_m + num_slots * block_n) * head_dim * 2 + block_m * 16; }
+    constexpr int pass_shared_bytes() const { return shared_bytes() + block_m * (head_dim * 2 + 8); }
 };
 
+// Backward: block_n keys stay, blocks of block_m query rows pass by.
 struct BackwardTile {
     int head_dim, block_m, block_n, num_warps;
     int warps_m, warps_n, warps_q;  // warps along the rows of S, along the keys of dK, along the rows of dQ
     int query_stages, dout_stages, blocks_per_sm;
+    constexpr int shared_bytes() const {
+        int const ds_stages = query_stages == 2 && dout_stages == 2 ? 2 : 1;
+        return (2 * block_n + (query_stages + dout_stages) * block_m) * head_dim * 2 + (1 + ds_stages) * block_m * block_n * 2 +
+               16 * block_m + 64 + 8 * 128;
+    }
 };
 
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 64, 4, 2, 3},   // registers: O 64 + S 64
-    {96, 128, 64, 4, 2, 2},   // registers: O 96 + S 64
-    {128, 128, 64, 4, 3, 2},  // registers: O 128 + S 64 of 255; the third slot gains 1 %
-    {192, 64, 64, 4, 2, 3},   // registers: O 96 + S 32; 32 rows a warp would need 192 + 64
-    {256, 64, 64, 4, 2, 2},   // registers: O 128 + S 32; shared memory: 97 KB
-};
-
-constexpr BackwardTile kBackwardTiles[] = {
-    {64, 64, 64, 4, 2, 2, 2, 2, 2, 3},    // registers: dK, dV 64 + S, dP 64
-    {96, 64, 64, 4, 2, 2, 2, 2, 1, 2},    // registers: dK, dV 96 + S, dP 64
-    {128, 64, 128, 8, 2, 4, 2, 2, 2, 1},  // registers: dK, dV 128 + S, dP 64 of 255
-    {192, 64, 64, 8, 4, 2, 4, 2, 1, 1},   // shared memory: K, V, q, dout 24 KB each
-    {256, 64, 64, 8, 4, 2, 4, 1, 1, 1},   // shared memory: K, V, q, dout 32 KB each
+    {64, 128, 96, 4, 3, 2, true},    // registers: O 64 + S 96 + P 48
+    {96, 128, 64, 4, 3, 2, false},   // registers: O 96 + S 64
+    {128, 128, 64, 4, 3, 2, false},  // registers: O 128 + S 64 of 255
+    {192, 64, 64, 4, 2, 3, false},   // registers: O 96 + S 32 of 168; 32 rows a warp would need 192 + 64
+    {256, 64, 64, 4, 2, 2, false},   // registers: O 128 + S 32; shared memory: 97 KB
 };
 
 constexpr ForwardTile kDqTiles[] = {
-    {64, 128, 64, 4, 4, 2},   // registers: dQ 64 + S, dP 128
-    {96, 128, 32, 4, 4, 2},   // registers: dQ 96 + S, dP 64
-    {128, 128, 32, 4, 4, 2},  // registers: dQ 128 + S, dP 64
-    {192, 64, 32, 4, 4, 2},   // shared memory: q, dout 24 KB each, K, V 12 KB a slot
-    {256, 64, 32, 4, 4, 1},   // shared memory: q, dout 32 KB each, K, V 16 KB a slot
+    {64, 128, 64, 4, 4, 2, false},   // registers: dQ 64 + S, dP 128
+    {96, 128, 32, 4, 4, 2, false},   // registers: dQ 96 + S, dP 64
+    {128, 128, 32, 4, 4, 2, false},  // registers: dQ 128 + S, dP 64; shared memory: 99 KB
+    {192, 64, 32, 4, 4, 2, false},   // shared memory: q, dout 24 KB each, K, V 12 KB a slot: 98 KB
+    {256, 64, 32, 4, 4, 1, false},   // shared memory: q, dout 32 KB each, K, V 16 KB a slot: 130 KB
+    {256, 64, 16, 4, 4, 2, false},   // 99 KB GPUs
 };
 
+constexpr BackwardTile kBackwardTiles[] = {
+    {64, 128, 128, 8, 2, 4, 4, 2, 2, 1},  // registers: dK, dV 64 + S, dP 128; shared memory: 195 KB
+    {64, 64, 128, 8, 2, 4, 2, 2, 2, 1},   // 163 KB GPUs
+    {64, 64, 128, 8, 2, 4, 2, 1, 1, 1},   // 99 KB GPUs
+    {96, 64, 128, 8, 2, 4, 4, 2, 2, 1},   // registers: dK, dV 96 + S, dP 64; shared memory: 146 KB
+    {96, 64, 64, 4, 2, 2, 2, 2, 1, 2},    // 99 KB GPUs
+    {128, 64, 128, 8, 2, 4, 2, 2, 2, 1},  // registers: dK, dV 128 + S, dP 64 of 255; shared memory: 178 KB
+    {128, 64, 128, 8, 2, 4, 2, 2, 1, 1},  // 163 KB GPUs: dout and dS single
+    {128, 64, 64, 4, 2, 2, 2, 1, 1, 2},   // 99 KB GPUs
+    {192, 64, 64, 8, 4, 2, 4, 2, 2, 1},   // shared memory: K, V 24 KB each, q, dout 24 KB a stage: 170 KB
+    {192, 64, 64, 8, 4, 2, 4, 2, 1, 1},   // 163 KB GPUs
+    {192, 64, 32, 8, 4, 2, 4, 1, 1, 1},   // 99 KB GPUs
+    {256, 64, 64, 8, 4, 2, 4, 2, 1, 1},   // shared memory: K, V 32 KB each, q, dout 32 KB a stage: 178 KB
+    {256, 64, 64, 8, 4, 2, 4, 1, 1, 1},   // 163 KB GPUs
+    {256, 32, 32, 4, 2, 2, 2, 1, 1, 1},   // 99 KB GPUs
+};
+
+// Row of the first tile of a head dim that fits, or of its last one (whose launch then fails by name); -1 for unknown dims.
 template <typename Tile, int kCount>
-constexpr Tile find_tile(Tile const (&tiles)[kCount], int head_dim) {
-    for (Tile const& tile : tiles)
-        if (tile.head_dim == head_dim) return tile;
-    return Tile{};
+constexpr int find_tile(Tile const (&tiles)[kCount], int head_dim, int shared_bytes, int (Tile::*need)() const) {
+    int found = -1;
+    for (int row = 0; row < kCount; ++row) {
+        if (tiles[row].head_dim != head_dim) continue;
+        found = row;
+        if ((tiles[row].*need)() <= shared_bytes) break;
+    }
+    return found;
 }
 
-constexpr TileSizes tile_sizes(int head_dim) {
-    return {find_tile(kForwardTiles, head_dim).block_m, find_tile(kBackwardTiles, head_dim).block_n};
+constexpr TileSizes tile_sizes(int head_dim, int shared_bytes) {
+    int const forward = find_tile(kForwardTiles, head_dim, shared_bytes, &ForwardTile::shared_bytes);
+    int const backward = find_tile(kBackwardTiles, head_dim, shared_bytes, &BackwardTile::shared_bytes);
+    return {kForwardTiles[forward].block_m, kBackwardTiles[backward].block_n};
 }
 
 }  // namespace flash_attn::sm80

@@ -8,12 +8,13 @@
 namespace flash_attn::sm80 {
 
 // Forward: each warp owns kRowTiles x 16 query rows, all keys of a tile and the whole head dim. K and V tiles take turns in
-// a ring of kSlots: with 2 the next K loads during softmax and P V, the next V during Q K^T.
-template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps, int kSlots_, int kBlocksPerSm_>
+// a ring of kSlots. kAhead: the scores run one tile ahead of P V, and a tile's softmax mixes with the products of the one before.
+template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps, int kSlots_, int kBlocksPerSm_, bool kAhead_ = false>
 struct ForwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kSlots = kSlots_;
     static constexpr int kThreads = 32 * kWarps, kBlocksPerSm = kBlocksPerSm_;
+    static constexpr bool kAhead = kAhead_;
     static constexpr int kRowTiles = kBlockM / (16 * kWarps);
     static_assert(kRowTiles * 16 * kWarps == kBlockM && kBlockN % 16 == 0 && kSlots >= 2);
 
