@@ -8,10 +8,11 @@
 namespace flash_attn::sm90 {
 
 struct StageRows {
-    int block;   // 64-row block of the packed grid; -1: the item is done
-    int head;    // query head
-    int masked;  // some pair of row and key of this block and item is not visible
-    int reserved;
+    int dq_tile;          // (query head of the launch, 64-row block) of the packed grid, as dq_accum counts them; -1: the item is done
+    int block_and_mask;   // 2 * block, + 1 where some pair of row and key of this block and item is not visible
+
+    __device__ __forceinline__ int block() const { return block_and_mask >> 1; }
+    __device__ __forceinline__ bool masked() const { return block_and_mask & 1; }
 };
 
 struct BwdMaps {
@@ -36,8 +37,7 @@ struct BwdStorage {
     Barrier keys_full, tail[2], ds_full[2];
     Barrier full[2][T::kStages], empty[2][T::kStages];
     StageRows stage_rows[T::kStages];  // travels with operand 0
-    int64_t next_dq_offset[T::kConsumers];  // of the block whose dQ comes next
-    int64_t dq_offset[T::kConsumers];  // where the tile goes, in floats; -1: no more
+    int dq_tile[T::kConsumers];  // that the warpgroup's dQ belongs to; -1: no more
     KeyItem item;
 
     __device__ void init() {
@@ -107,7 +107,8 @@ __device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s, 
                 s.empty[kOperand][ring.stage].wait(ring.phase ^ 1);
                 bool const whole = row + kBlockRows <= item.row_end;
                 if (lane == 0) {
-                    if (kOperand == 0) { s.stage_rows[ring.stage] = {row / kBlockRows, head, int(mask >> i & 1), 0}; }
+                    if (kOperand == 0) { s.stage_rows[ring.stage] = {(head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) + row / kBlockRows,
+                                                                         row / kBlockRows * 2 + int(mask >> i & 1)}; }
                     if (whole) { full.arrive_and_expect(kBlockRows * 4 + TileQ::kBytes); }
                     float const* const scalars = (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row;
                     bulk_load(s.scalars[kOperand][ring.stage], scalars, kBlockRows * 4, full);
@@ -124,7 +125,7 @@ __device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s, 
     if (kOperand == 0) {
         s.empty[0][ring.stage].wait(ring.phase ^ 1);
         if (lane == 0) {
-            s.stage_rows[ring.stage].block = -1;
+            s.stage_rows[ring.stage].dq_tile = -1;
             s.full[0][ring.stage].arrive();
         }
     }
@@ -137,9 +138,10 @@ __device__ __forceinline__ void bwd_store_dq(BwdArgs const& args, BwdStorage<T>&
 #pragma unroll 1
     while (true) {
         named_sync(kDqFullBarrier + warpgroup, 128 + 32);
-        int64_t const offset = s.dq_offset[warpgroup];
-        if (offset < 0) { break; }
+        int const tile = s.dq_tile[warpgroup];
+        if (tile < 0) { break; }
         if (threadIdx.x % 32 == 0) {
+            int64_t const offset = int64_t(tile) * kBlockRows * T::kHeadDim + (T::kDqTurns ? 0 : warpgroup * T::kDqFloats);
             bulk_reduce_add(args.params.dq_accum + offset, s.dq[warpgroup], T::kDqFloats * 4);
             bulk_wait_read();
         }

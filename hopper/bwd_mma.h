@@ -130,9 +130,17 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
                                               (T::kDqTurns ? 0 : T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup));
     Ring<T::kStages> ring;  // the block's stage
     Ring<2> ds;             // its dS buffer
+    StageRows rows;
+    int dq_tile = 0;        // of the block before
 
-    auto const issue_scores = [&] {
+    // Shared memory is busy with operands and a load from it takes hundreds of cycles: every load below is placed where
+    // products of this warpgroup are on their way.
+    auto const fetch_block = [&] {
+        s.full[0][ring.stage].wait(ring.phase);
+        rows = s.stage_rows[ring.stage];
         if constexpr (!T::kSoftcap) { fill_columns(probs, s.scalars[0][ring.stage], -1.f / scale_log2); }
+    };
+    auto const issue_scores = [&] {
         pin(probs);
         wgmma_fence();
         gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, T::kSoftcap>(
@@ -147,9 +155,7 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
 #pragma unroll
             for (float& x : probs) { x = tanh_approx(x * tanh_scale); }
         }
-        if (s.stage_rows[ring.stage].masked) {
-            mask_rows(probs, p, s.item, s.stage_rows[ring.stage].block, 64 * warpgroup + thread / 32 * 16 + lane / 4);
-        }
+        if (rows.masked()) { mask_rows(probs, p, s.item, rows.block(), 64 * warpgroup + thread / 32 * 16 + lane / 4); }
 #pragma unroll
         for (int j = 0; j < kM / 8; ++j) {
             float2 lse = make_float2(0.f, 0.f);
@@ -170,11 +176,10 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
         gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dv, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[1][ring.stage])));
         wgmma_commit();
     };
-    // dP^T and dS^T; starts dK.
-    auto const gradients = [&] {
-        float dprobs[kM / 2];
+    auto const fill_dprobs = [&](float (&dprobs)[kM / 2]) { fill_columns(dprobs, s.scalars[1][ring.stage], -1.f); };
+    // dP^T and dS^T; dK; the next block's rows.
+    auto const gradients = [&](float (&dprobs)[kM / 2]) {
         uint32_t packed[kM / 4];
-        fill_columns(dprobs, s.scalars[1][ring.stage], -1.f);
         pin(dprobs);
         wgmma_fence();
         gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, false>(
@@ -196,16 +201,14 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) { s.ds_full[ds.stage].arrive(); }
-            if (signals) {  // kept in memory: registers are short
-                StageRows const rows = s.stage_rows[ring.stage];
-                int const first_head = p.head_k_begin * (p.fwd.num_heads / p.fwd.num_heads_k);
-                s.next_dq_offset[warpgroup] =
-                    ((rows.head - first_head) * p.rows_padded + rows.block * kBlockRows) * kD + (T::kDqTurns ? 0 : warpgroup * T::kDqFloats);
-            }
+            dq_tile = rows.dq_tile;
         }
-        wgmma_wait<0>();  // across the loop's end, ptxas would want 16 more registers for dS
+        int const stage = ring.stage;
+        ring.advance();
+        fetch_block();
+        wgmma_wait<0>();  // dK: across the loop's end, ptxas would want 16 more registers for dS
         pin(dk);
-        if (signals) { s.empty[0][ring.stage].arrive(); }
+        if (signals) { s.empty[0][stage].arrive(); }
     };
     auto const issue_dq = [&](float (&dq)[T::kDqColumns / 2]) {
         s.ds_full[ds.stage].wait(ds.phase);
@@ -214,48 +217,39 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
             dq, TileS::template descriptor<Major::MN>(smem_address(s.ds[ds.stage])), desc_k_dq);
         wgmma_commit();
     };
-    auto const store_dq = [&](float (&dq)[T::kDqColumns / 2]) {
+    // `meanwhile` runs while the stores are under way.
+    auto const store_dq = [&](float (&dq)[T::kDqColumns / 2], int of, auto const& meanwhile) {
         pin(dq);
         named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
         float4* const tile = reinterpret_cast<float4*>(s.dq[warpgroup]) + thread;
 #pragma unroll
         for (int i = 0; i < T::kDqColumns / 8; ++i) { tile[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]); }
-        if (signals) { s.dq_offset[warpgroup] = s.next_dq_offset[warpgroup]; }
+        if (signals) { s.dq_tile[warpgroup] = of; }
+        meanwhile();
         fence_async_proxy();
         named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
     };
     // All of a block's dQ at once, where the warpgroups take turns.
-    auto const dq_in_turn = [&] {
+    auto const dq_in_turn = [&](int of) {
         if (ds.stage == warpgroup) {
             float dq[T::kDqColumns / 2];
             issue_dq(dq);
             wgmma_wait<0>();
-            store_dq(dq);
+            store_dq(dq, of, [] {});
         }
     };
 
     s.keys_full.wait(0);
-    s.full[0][0].wait(0);
-    if (s.stage_rows[0].block >= 0) {
+    fetch_block();
+    if (rows.dq_tile >= 0) {
+        float dprobs[kM / 2];
         issue_scores();
         wgmma_wait<0>();
         probabilities();
-        gradients();
+        fill_dprobs(dprobs);
+        gradients(dprobs);
 #pragma unroll 1
-        while (true) {
-            ring.advance();
-            s.full[0][ring.stage].wait(ring.phase);
-            if (s.stage_rows[ring.stage].block < 0) {
-                if constexpr (T::kWithDq && T::kDqTurns) {
-                    dq_in_turn();
-                } else if constexpr (T::kWithDq) {
-                    float dq[T::kDqColumns / 2];
-                    issue_dq(dq);
-                    wgmma_wait<0>();
-                    store_dq(dq);
-                }
-                break;
-            }
+        while (rows.dq_tile >= 0) {
             issue_scores();
             if constexpr (T::kWithDq && !T::kDqTurns) {
                 float dq[T::kDqColumns / 2];
@@ -263,19 +257,28 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
                 wgmma_wait<1>();  // S^T
                 probabilities();
                 wgmma_wait<1>();
-                store_dq(dq);
+                store_dq(dq, dq_tile, [&] { fill_dprobs(dprobs); });
             } else {
                 wgmma_wait<0>();
                 probabilities();
-                if constexpr (T::kWithDq) { dq_in_turn(); }
+                if constexpr (T::kWithDq) { dq_in_turn(dq_tile); }
+                fill_dprobs(dprobs);
             }
             ds.advance();
-            gradients();
+            gradients(dprobs);
+        }
+        if constexpr (T::kWithDq && T::kDqTurns) {
+            dq_in_turn(dq_tile);
+        } else if constexpr (T::kWithDq) {
+            float dq[T::kDqColumns / 2];
+            issue_dq(dq);
+            wgmma_wait<0>();
+            store_dq(dq, dq_tile, [] {});
         }
     }
     if constexpr (T::kWithDq) {
         named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
-        if (signals) { s.dq_offset[warpgroup] = -1; }
+        if (signals) { s.dq_tile[warpgroup] = -1; }
         named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
     }
     bwd_store_gradient<T, false>(p, s.item, head_k, 64 * warpgroup, dv);

@@ -60,7 +60,6 @@ struct WideRole {
     // This block's dQ in turn, or the warpgroup's half of its columns, added to the accumulator. `other` issues other products.
     template <class Other>
     __device__ __forceinline__ void add_dq(int warpgroup, StageRows const& rows, Other const& other) {
-        BwdParams const& p = args.params;
         if (!T::kWithDq || T::kDqTurns) { other(); }
         if (T::kWithDq && (!T::kDqTurns || turn == warpgroup)) {
             float dq[T::kDqColumns / 2];
@@ -73,8 +72,7 @@ struct WideRole {
             if constexpr (!T::kDqTurns) { other(); }
             wgmma_wait<T::kDqTurns ? 0 : 1>();
             pin(dq);
-            int const first_head = p.head_k_begin * (p.fwd.num_heads / p.fwd.num_heads_k);
-            reduce_add(p.dq_accum + ((rows.head - first_head) * p.rows_padded + rows.block * kBlockRows) * kD + half * T::kDqFloats, dq);
+            reduce_add(args.params.dq_accum + int64_t(rows.dq_tile) * kBlockRows * kD + half * T::kDqFloats, dq);
         }
         turn ^= 1;
     }
@@ -91,7 +89,7 @@ struct WideRole {
         s.full[0][0].wait(0);
         StageRows rows = s.stage_rows[0];
 #pragma unroll 1
-        while (rows.block >= 0) {
+        while (rows.dq_tile >= 0) {
             issue_scores<0>(probs);
             wgmma_wait<0>();
             pin(probs);
@@ -99,7 +97,7 @@ struct WideRole {
 #pragma unroll
                 for (float& x : probs) { x = tanh_approx(x * tanh_scale); }
             }
-            if (rows.masked) { mask_rows(probs, p, s.item, rows.block, thread / 32 * 16 + lane / 4); }
+            if (rows.masked()) { mask_rows(probs, p, s.item, rows.block(), thread / 32 * 16 + lane / 4); }
             float4* const exchange = reinterpret_cast<float4*>(s.probs) + thread;
 #pragma unroll
             for (int j = 0; j < kM / 8; ++j) {
@@ -141,7 +139,7 @@ struct WideRole {
         s.full[0][0].wait(0);
         StageRows rows = s.stage_rows[0];
 #pragma unroll 1
-        while (rows.block >= 0) {
+        while (rows.dq_tile >= 0) {
             s.full[1][ring.stage].wait(ring.phase);
             issue_scores<1>(dprobs);
             wgmma_wait<0>();  // the previous block's dK too

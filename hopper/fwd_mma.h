@@ -18,17 +18,17 @@ __device__ __forceinline__ void replace(uint32_t (&to)[N], uint32_t const (&from
     for (int i = 0; i < N; ++i) { to[i] = always ? from[i] : to[i]; }
 }
 
-// Softmax of the thread's two rows, tile by tile. P = exp2(S scale - base) where base is a maximum of some earlier tile, kept
-// until a score exceeds it by more than kSlack (in log2): P and its sums stay below 2^kSlack times the number of keys, the
-// quotient is the same, and in almost every tile there is no maximum to exchange and nothing to rescale.
+// Softmax of the thread's two rows, tile by tile. P = exp2(S scale - base) where base is the maximum of some earlier tiles,
+// kept until a tile's sum says that a score may exceed it by more than log2(kMostSum): P and its sums stay small, the quotient
+// is the same, and almost every tile needs no maximum, no exchange and no rescaling.
 struct OnlineSoftmax {
-    static constexpr float kSlack = 8.f;
-    float max[2] = {-INFINITY, -INFINITY};  // of the scores that base stands for
-    float base[2] = {0.f, 0.f};             // max * scale_log2; 0 while the row has seen no key
-    float sum[2] = {0.f, 0.f};              // the thread's own share until finish()
+    static constexpr float kMostSum = 1024.f;       // of a thread's share of a tile; without exceeding base it is at most N / 4
+    float base[2] = {-INFINITY, -INFINITY};         // maximum * scale_log2; -inf while the row has seen no key (P is no number then)
+    float sum[2] = {0.f, 0.f};                      // the thread's own share until finish()
 
     template <class Element, int N>
-    __device__ __forceinline__ void exponentials(float const (&s)[N], float scale_log2, uint32_t (&p)[N / 2], float (&t)[2]) const {
+    static __device__ __forceinline__ void exponentials(float const (&s)[N], float scale_log2, float const (&base)[2], uint32_t (&p)[N / 2],
+                                                        float (&t)[2]) {
         t[0] = t[1] = 0.f;
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
@@ -39,44 +39,35 @@ struct OnlineSoftmax {
     }
     // Returns whether earlier outputs have to be scaled by alpha (the same answer in the whole warp).
     template <class Element, int N>
-    __device__ __forceinline__ bool step(float const (&s)[N], float scale_log2, float slack, uint32_t (&p)[N / 2], float (&alpha)[2]) {
+    __device__ __forceinline__ bool step(float const (&s)[N], float scale_log2, uint32_t (&p)[N / 2], float (&alpha)[2]) {
         float t[2];
-        exponentials<Element>(s, scale_log2, p, t);
-        float m[2][4];
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) {  // four chains a row: the latency of one would show
-            float& x = m[i % 2][i / 2 % 4];
-            float const pair = fmaxf(s[2 * i], s[2 * i + 1]);
-            x = i < 8 ? pair : fmaxf(x, pair);
-        }
-        bool exceeds = false;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            m[half][0] = fmaxf(fmaxf(m[half][0], m[half][1]), fmaxf(m[half][2], m[half][3]));
-            exceeds = exceeds || m[half][0] > max[half] + slack;
-        }
+        exponentials<Element>(s, scale_log2, base, p, t);
         // The signs never matter (P is not negative), but hanging the branch on P keeps ptxas from sinking the exponentials
-        // below the wait for P V, which would lose their overlap.
+        // and their packing below the wait for P V, which would lose their overlap.
         int signs = 0;
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) { signs |= p[i]; }
-        if (!__any_sync(0xffffffff, exceeds || signs < 0)) {
+        bool const settled = t[0] <= kMostSum && t[1] <= kMostSum && signs >= 0;  // false for sums that are no number
+        if (__all_sync(0xffffffff, settled)) {
             sum[0] += t[0];
             sum[1] += t[1];
             return false;
         }
+        float shift[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float x = fmaxf(max[half], m[half][0]);
-            x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-            x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-            float const next = x == -INFINITY ? 0.f : x * scale_log2;
-            alpha[half] = max[half] == -INFINITY ? 0.f : exp2_approx(base[half] - next);
-            max[half] = x;
-            base[half] = next;
+            float m = -INFINITY;
+#pragma unroll
+            for (int i = 0; i < N / 4; ++i) { m = fmaxf(m, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1])); }
+            m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
+            m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
+            m = fmaxf(m * scale_log2, base[half]);
+            shift[half] = m == -INFINITY ? 0.f : m;  // a row without keys keeps P = 0
+            alpha[half] = exp2_approx(base[half] - shift[half]);
+            base[half] = m;
         }
         asm volatile("" : "+f"(scale_log2));  // or the products s * scale would be shared with the first try, at the price of its FFMAs
-        exponentials<Element>(s, scale_log2, p, t);
+        exponentials<Element>(s, scale_log2, shift, p, t);
         sum[0] = sum[0] * alpha[0] + t[0];
         sum[1] = sum[1] * alpha[1] + t[1];
         return true;
@@ -120,7 +111,6 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
     // softcap: S = c tanh(q k scale / c), so the exponent's scale is c and tanh's argument carries scale / c.
     float const scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
     float const tanh_scale = T::kSoftcap ? p.softmax_scale / p.softcap : 0.f;
-    float const slack = OnlineSoftmax::kSlack / scale_log2;
 
     Ring<T::kQStages> q;
     Ring<T::kStages> k, v;
@@ -174,7 +164,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                     for (float& x : scores) { x = tanh_approx(x * tanh_scale); }
                 }
                 if (keys.masked) { mask_keys(scores, p.plan.row_span, item.row_begin + thread_row, p.total_q, keys); }
-                rescale = softmax.template step<Element>(scores, scale_log2, slack, next, alpha);
+                rescale = softmax.template step<Element>(scores, scale_log2, next, alpha);
             };
 
             wait_keys();

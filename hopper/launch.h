@@ -183,9 +183,10 @@ cudaError_t launch_bwd(BwdParams const& p, cudaStream_t stream) {
     FLASH_ATTN_TRY((make_map<Element, typename T::TileQ>(args.maps.rows[1], p.dout, f.total_q, f.num_heads, f.head_dim, p.dout_row_stride,
                                                           p.dout_head_stride)));
     FLASH_ATTN_TRY((make_key_maps<Element, typename T::TileK>(f, args.maps.keys[0], args.maps.keys[1])));
-    int const group = f.num_heads / f.num_heads_k, heads = p.head_k_end - p.head_k_begin;
-    int64_t const bytes = int64_t(f.total_q) * group * f.head_dim * (T::kWithDq ? 8 : 4);
-    args.order = {f.plan.num_key_items, heads, section_heads(heads, 1, bytes, int64_t(40) << 20), p.head_k_begin};
+    int const heads = p.head_k_end - p.head_k_begin;
+    // All heads of an entry together: context tiles are nearly equally long, so CTAs that share rows stay in step, and the list's
+    // short end fills the last wave of every head at once.
+    args.order = {f.plan.num_key_items, heads, heads, p.head_k_begin};
     if (args.order.size() == 0) { return cudaSuccess; }
     constexpr int kBytes = sizeof(BwdStorage<T>);
     FLASH_ATTN_TRY(cudaFuncSetAttribute(bwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
