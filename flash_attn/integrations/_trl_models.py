@@ -1,4 +1,4 @@
-"""Which models of a trainer may run on packs, and their attention set to "dualkv"."""
+"""Which models and settings of a trainer may run on packs, and the models' attention set to "dualkv"."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flash_attn.integrations._transformers_support import unwrap
+from flash_attn.integrations._trl_settings import SharedPromptSettings
 from flash_attn.integrations.transformers import require_supported
 
 IMPLEMENTATION = "dualkv"
@@ -29,3 +30,15 @@ def use_dualkv(model: torch.nn.Module) -> None:
     base: Any = unwrap(model)
     if base.config.get_text_config()._attn_implementation != IMPLEMENTATION:
         base.set_attn_implementation(IMPLEMENTATION)
+
+
+def check_settings(settings: SharedPromptSettings, args: Any, num_processes: int) -> None:
+    """Raises ValueError for settings that would fail in the middle of training."""
+    checkpointing = getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    reentrant = args.gradient_checkpointing and checkpointing.get("use_reentrant", False)
+    if settings.max_packed_tokens is not None and num_processes > 1 and reentrant:
+        raise ValueError(
+            f"max_packed_tokens={settings.max_packed_tokens} with {num_processes} processes must come with "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}: '
+            "DDP takes one reentrant forward per backward"
+        )

@@ -60,8 +60,8 @@ CASES = {
 def test_training_equals_the_parents(case, folder, monkeypatch):
     family, changes = CASES[case]
     if "top_entropy_quantile" in changes:
-        # First tokens of one group tie in entropy. Rounding would decide on which side of a threshold at their
-        # value they fall, so both sides choose by entropies that tie exactly.
+        # First tokens of one group tie in entropy. Rounding would decide on which side of a threshold at
+        # their value they fall, so both sides choose by entropies that tie exactly.
         choose = GRPOTrainer.get_high_entropy_mask
         monkeypatch.setattr(
             GRPOTrainer,

@@ -151,6 +151,19 @@ def test_an_over_long_row_is_named_and_still_right(folder):
         SharedPromptSettings(max_packed_tokens=0)
 
 
+def test_several_reentrant_forwards_under_ddp_are_refused_at_once(folder):
+    from flash_attn.integrations._trl_models import check_settings
+
+    settings = SharedPromptSettings(max_packed_tokens=64)
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    args = arguments(folder / "out", GRPOConfig, **reentrant)
+    with pytest.raises(ValueError, match="max_packed_tokens=64 with 2 processes must come with"):
+        check_settings(settings, args, 2)
+    check_settings(settings, args, 1)
+    check_settings(settings, arguments(folder / "out", GRPOConfig), 2)
+    check_settings(SharedPromptSettings(), args, 2)
+
+
 def test_a_reward_function_that_raises_loses_no_step(folder):
     """Its error comes out as it is; training goes on from there and equals a run without the accident."""
     calls = []
