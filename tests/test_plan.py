@@ -6,6 +6,7 @@ And the oracle's tables against what they promise: a mask by brute force, covera
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -211,6 +212,20 @@ def test_wrong_tables_stay_inside_the_tensors(host_plan) -> None:
             assert 0 <= row_begin <= row_end <= total_q
         spans = plan.row_span
         assert spans.numel() == 0 or (int(spans.min()) >= 0 and int(spans.max()) <= total_k)
+
+
+def test_cu_seqlens_that_goes_back_is_an_empty_sequence(host_plan) -> None:
+    """[0, 150, 100]: rows and items agree on the clamped table; kernels read one by way of the other."""
+
+    def segments(cu: list[int]) -> torch.Tensor:
+        rows = [[b, e, 0, 0, b, e] for b, e in itertools.pairwise(cu)]
+        return torch.tensor(rows, dtype=torch.int32)
+
+    settings = dict(causal=True, window_size=(-1, -1), tile=TileSizes())
+    got = host_plan(segments([0, 150, 100]), 200, 200, **settings)
+    want = build_plan(segments([0, 150, 150]), 200, 200, **settings)
+    for name, a, b in zip(NAMES, got.tensors(), want.tensors(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def tile_work(plan: Plan) -> int:

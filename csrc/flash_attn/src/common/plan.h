@@ -186,12 +186,13 @@ FLASH_ATTN_HOST_DEVICE int find_run(int const* first_item, int num_slots, int i)
     return low;
 }
 
-// Segment that holds a row, or -1. q intervals are consecutive.
+// Segment that holds a row, or -1. q intervals are consecutive; of the clamped ones, so that the spans of rows agree with the
+// items also where cu_seqlens goes back.
 FLASH_ATTN_HOST_DEVICE int find_segment(PlanParams const& p, int row) {
     int low = 0, high = p.num_segments;  // first segment with q_end > row
     while (low < high) {
         int const middle = low + (high - low) / 2;
-        if (p.segments[int64_t(middle) * 6 + 1] <= row) low = middle + 1;
+        if (load_segment(p, middle).q.end <= row) low = middle + 1;
         else high = middle;
     }
     return low < p.num_segments && load_segment(p, low).q.begin <= row ? low : -1;
