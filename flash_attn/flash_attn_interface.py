@@ -268,6 +268,8 @@ def flash_attn_dualkv_varlen_func(
         raise ValueError(
             f"context_seqlen must be at most k_context's {k_context.shape[0]} rows, got {context_seqlen}"
         )
+    if context_seqlen < k_context.shape[0]:  # unused rows may hold anything
+        k_context, v_context = k_context[:context_seqlen], v_context[:context_seqlen]
     if k_context.shape[1] != k_decoded.shape[1] or v_context.shape[2] != v_decoded.shape[2]:
         decoded, context = (
             [list(x.shape[1:]) for x in pair] for pair in ((k_decoded, v_decoded), (k_context, v_context))
