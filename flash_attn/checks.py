@@ -154,12 +154,12 @@ def sinks(x: Tensor | None, q: Tensor) -> None:
 
 def _integer(name: str, x: Any) -> int:
     """An integer: Python's, NumPy's, a symbolic one while tracing, or a one-element tensor."""
-    if isinstance(x, int | torch.SymInt):
-        return x
-    try:
-        return operator.index(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an int, got {type(x).__name__}") from error
+    if not isinstance(x, int | torch.SymInt):
+        try:
+            x = operator.index(x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must be an int, got {type(x).__name__}") from error
+    return x
 
 
 def length(name: str, x: Any) -> int:
