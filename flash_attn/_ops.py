@@ -1,8 +1,8 @@
 """The two ops of this package, their schemas, shapes (fake), gradients and dispatch; everything public ends
 here.
 
-    torch.ops.flash_attn.fwd -> out, lse          torch.ops.flash_attn.bwd -> dq, dk, dv, dk_context,
-    dv_context
+    torch.ops.flash_attn.fwd -> out, lse
+    torch.ops.flash_attn.bwd -> dq, dk, dv, dk_context, dv_context
 
 `segments` int32 (S, 6): q_begin, q_end, context_begin, context_end, k_begin, k_end describes every mask (see
 `flash_attn/_pieces.py`). Call path: flash_attn_interface.py -> here -> cpu.py | composed.py | the compiled
@@ -65,11 +65,7 @@ def _bwd_fake(
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def dense(x: Tensor | None, like: Tensor) -> Tensor:
-        return (
-            like.new_empty(like.shape if x is None else x.shape)
-            if x is not None
-            else like.new_empty(0, *like.shape[1:])
-        )
+        return like.new_empty((0, *like.shape[1:]) if x is None else x.shape)
 
     return dense(q, q), dense(k, k), dense(v, v), dense(k_context, k), dense(v_context, v)
 
@@ -214,11 +210,13 @@ def _planned(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
     segments, causal, window = args[batch], args[batch + 6], args[batch + 7 : batch + 9]
     total_context = None if k_context is None else k_context.shape[0]
     # Backward, recompute and other layers with the same table find the plan again. Not during graph capture:
-    # what is captured has not run yet, and must be rebuilt at each replay.
+    # what is captured has not run yet, and must be rebuilt at each replay. Inference tensors have no version
+    # to tell a change.
     plans: dict[Any, list[Tensor]] = {}
-    if type(segments) is Tensor and not torch.cuda.is_current_stream_capturing():
+    plain = type(segments) is Tensor and not segments.is_inference()
+    if plain and not torch.cuda.is_current_stream_capturing():
         plans = _plans.setdefault(segments, plans)
-    version = 0 if segments.is_inference() else segments._version
+    version = segments._version if plain else 0
     stream = torch.cuda.current_stream(segments.device).cuda_stream
     key = (version, q.shape, k.shape, total_context, q.dtype, causal, window, backend(q.device), stream)
     if key not in plans:

@@ -216,6 +216,30 @@ def test_ops_without_a_plan_build_one_from_their_own_arguments(
         assert _ops._planned(planned, first) is planned and not calls
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_plans_are_remembered_as_long_as_their_segments_stay_as_they_are(
+    inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inference tensors cannot tell a change in place, so nothing is remembered by them."""
+    built: list[list[int]] = []
+    monkeypatch.setattr(
+        _ops, "plan_tables", lambda segments, *a, **k: built.append(segments[0].tolist()) or [0]
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    args = op_args(False, torch.float32, requires_grad=False)
+    with torch.inference_mode(inference):
+        segments = args[5].clone()
+        args = (*args[:5], segments, *args[6:])
+        for _ in range(2):
+            _ops._planned(args, 0)
+        segments[0, 1] -= 1
+        _ops._planned(args, 0)
+    after = segments[0].tolist()
+    before = [after[0], after[1] + 1, *after[2:]]
+    assert built == ([before, before, after] if inference else [before, after])
+
+
 def test_plan_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: calls.append((a, k)) or [])
