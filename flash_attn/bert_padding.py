@@ -20,12 +20,12 @@ def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows `indices` (n,) of x (rows, ...): (n, ...). Indices must be distinct."""
+    """Rows `indices` (n,) of x (rows, ...): (n, ...)."""
     return x.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """The inverse: values (n, ...) at rows `indices` of a zero tensor (first_axis_dim, ...)."""
+    """The inverse: values (n, ...) at rows `indices`, distinct, of a zero tensor (first_axis_dim, ...)."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
@@ -43,18 +43,18 @@ def unpad_input(
 ) -> _Unpadded:
     """The rows of hidden_states (B, S, ...) that a mask keeps.
 
-    `attention_mask` (B, S): 1 or True marks a token. `unused_mask` (B, S): rows that are allocated without
-    being attended to; they are kept too. Returns (rows (total, ...), indices (total,) int64 into B * S,
+    `attention_mask` (B, S): not 0 marks a token. `unused_mask` (B, S): rows that are allocated without being
+    attended to; they are kept too. Returns (rows (total, ...), indices (total,) int64 into B * S,
     cu_seqlens (B + 1,) int32 of the kept rows, max_seqlen as a Python int, seqused (B,) int32: attended rows
     per sequence).
     """
     _check_mask("attention_mask", attention_mask, hidden_states)
-    kept = attention_mask
+    attended = kept = attention_mask != 0
     if unused_mask is not None:
         _check_mask("unused_mask", unused_mask, hidden_states)
-        kept = attention_mask + unused_mask
+        kept = attended | (unused_mask != 0)
     lengths = kept.sum(-1, dtype=torch.int32)
-    seqused = attention_mask.sum(-1, dtype=torch.int32)
+    seqused = attended.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     max_seqlen = int(lengths.max()) if lengths.numel() else 0
     return (

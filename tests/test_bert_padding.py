@@ -41,6 +41,14 @@ def test_unpad_with_bool_and_unused_masks() -> None:
     assert max_seqlen == 2 and seqused.tolist() == [1, 2]
 
 
+def test_masks_that_overlap_or_hold_other_numbers_describe_the_rows_that_are_kept() -> None:
+    """Lengths and indices come from one mask, so that cu_seqlens[-1] is the number of rows."""
+    mask, unused = torch.tensor([[2, 1, 0], [1, 1, 0]]), torch.tensor([[1, 0, 1], [0, 0, 0]])
+    rows, _, cu_seqlens, max_seqlen, seqused = unpad_input(torch.arange(6.0).view(2, 3), mask, unused)
+    assert rows.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0] and cu_seqlens.tolist() == [0, 3, 5]
+    assert max_seqlen == 3 and seqused.tolist() == [2, 2]
+
+
 def test_empty_batch() -> None:
     rows, indices, cu_seqlens, max_seqlen, _ = unpad_input(torch.randn(0, 4, 2), torch.ones(0, 4))
     assert rows.shape == (0, 2) and indices.numel() == 0 and cu_seqlens.tolist() == [0] and max_seqlen == 0
