@@ -1,8 +1,9 @@
 """Which implementation runs: the CUDA library ("cuda-sm90a", "cuda-sm80"), "composed" or "cpu". Nothing is
 loaded on import.
 
-    FLASH_ATTN_BACKEND=cuda|composed   forces one on GPU tensors ("cuda" raises where the library does not
-    run) FLASH_ATTN_FORCE_ARCH=80           runs the sm_80 kernels on newer GPUs
+    FLASH_ATTN_BACKEND=cuda|composed   forces one on GPU tensors ("cuda": or raises, saying why not)
+    FLASH_ATTN_FORCE_ARCH=80|90        runs the sm_80 kernels on Hopper, or insists on the sm_90a ones
+    FLASH_ATTN_LIBRARY=FILE            loads this library instead of the installed one
 CPU tensors always run on the CPU implementation.
 """
 

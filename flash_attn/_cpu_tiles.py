@@ -1,7 +1,7 @@
 """Bands of the mask that no ready-made kernel runs (narrow windows, softcap), tile by tile in plain torch.
 
-    S = q k^T * scale  (softcap: c tanh(S / c)),  masked to o + lower <= j < o + upper;  merged into out and
-    lse as in cpu.py
+    S = q k^T * scale  (softcap: c tanh(S / c)),  masked to o + lower <= j < o + upper
+Merged into out and lse as in cpu.py.
 A tile is 128 rows by as many keys as `_TILE_ELEMENTS` scores allow. All tensors are in the dtype of the
 computation.
 """

@@ -2,8 +2,10 @@
 
 Row o of a segment (Lq rows, P context keys, Lk own keys) stands at pos = P + Lk - Lq + o and sees logical
 keys [pos - window_left, pos + right] of 0..P+Lk-1, the context first. In either region that is a band over
-(row o, key j):
-    o + lower <= j < o + upper,   with j counted from the region's first key.
+(row o, key j), with j counted from the region's first key:
+
+    o + lower <= j < o + upper
+
 A band is cut into FULL rectangles, CAUSAL squares (row m sees keys 0..m) and REVERSED squares (row m sees
 keys m..n-1). Used by cpu.py and composed.py; the CUDA kernels read per-row spans instead.
 """

@@ -1,9 +1,10 @@
 """Shared-prompt attention on torch's own FlashAttention-2, for GPUs on which the compiled library does not
 run.
 
-    own keys:  one varlen call over all segments (a prompt's segment is causal on its context) context:   one
-    varlen call over all groups, every response row of a group against the group's context merged:    out =
-    sum_i out_i exp(lse_i - lse), lse = log sum_i exp(lse_i);  backward with the merged out and lse
+    own keys:  one varlen call over all segments (a prompt's segment is causal on its context)
+    context:   one varlen call over all groups, every response row of a group against the group's context
+    merged:    out = sum_i out_i exp(lse_i - lse),  lse = log sum_i exp(lse_i)
+    backward:  the same calls, each with the merged out and lse
 A window that cuts contexts gathers each segment's visible context in front of its own keys: one call, more
 memory. fp16 and bf16, head dims up to 256. Called by _ops.py. The table of segments must be known on the
 host: layouts and dense calls bring it, others cost one device sync per segments tensor.

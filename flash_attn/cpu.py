@@ -1,8 +1,9 @@
 """Exact attention over segments on the CPU, forward and backward, in O(T H D) memory.
 
-    per piece of the mask (_pieces.py):  o = softmax(q k^T * scale) v,  l = log sum exp merged:
-    out = sum_i o_i exp(l_i - lse),  lse = log sum_i exp(l_i) backward per piece, with the merged out and lse:
-    P = exp(S - lse),  dS = P (dout v^T - rowsum(dout * out) + dlse)
+    per piece of the mask (_pieces.py):  o = softmax(q k^T * scale) v,  l = log sum exp
+    merged:    out = sum_i o_i exp(l_i - lse),  lse = log sum_i exp(l_i)
+    backward:  per piece, with the merged out and lse,
+               P = exp(S - lse),  dS = P (dout v^T - rowsum(dout * out) + dlse)
 
 Rectangles and triangles run on torch's CPU flash kernels, narrow bands and softcap on _cpu_tiles.py. fp16 and
 bf16 are computed in fp32: torch's own half-precision backward rounds dk and dv once per block of rows. Called

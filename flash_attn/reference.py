@@ -1,8 +1,8 @@
 """The one reference: softmax(mask(q k^T * scale)) v with an explicit boolean mask, any dtype and device,
 differentiable.
 
-    S = q k^T * softmax_scale   (softcap > 0: S = softcap * tanh(S / softcap)),   lse = log sum exp S,   out =
-    exp(S - lse) v
+    S = q k^T * softmax_scale   (softcap > 0: S = softcap * tanh(S / softcap))
+    lse = log sum exp S,   out = exp(S - lse) v
 
 Everything else in the package is compared with this file, and nothing in the package calls it: it stores T x
 T scores. The mask comes from `segments`, row by row (see `segment_mask`), so that it shares no code with the
