@@ -91,7 +91,7 @@ def forward(
             out, lse = o.reshape(out.shape), l.reshape(lse.shape)
         else:
             _merge(rows, out, lse, o, l)
-    return out.to(dtype), lse.t().contiguous()
+    return out.to(dtype).contiguous(), lse.t().contiguous()
 
 
 def _flash_forward(kind: Kind, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

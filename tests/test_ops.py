@@ -216,6 +216,17 @@ def test_ops_without_a_plan_build_one_from_their_own_arguments(
         assert _ops._planned(planned, first) is planned and not calls
 
 
+def test_outputs_of_narrow_values_lie_in_memory_as_the_fake_says() -> None:
+    """One kernel call covers all rows here; compiled graphs rely on the strides of the fake."""
+    q, v = torch.randn(5, 2, 8), torch.randn(5, 2, 6)
+    segments = torch.tensor([[0, 5, 0, 0, 0, 5]], dtype=torch.int32)
+    args = (q, q, v, None, None, segments, None, [], 5, 5, 0.3, True, -1, -1, 0.0, False)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        expected = torch.ops.flash_attn.fwd(*args)
+    for x, fake in zip(torch.ops.flash_attn.fwd(*args), expected, strict=True):
+        assert x.stride() == fake.stride() and x.shape == fake.shape
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_plans_are_remembered_as_long_as_their_segments_stay_as_they_are(
     inference: bool, monkeypatch: pytest.MonkeyPatch
