@@ -280,6 +280,16 @@ def test_router_logits_need_the_weighted_loss() -> None:
         dualkv.packed_forward(model, packed, attention_mask=torch.ones_like(packed.input_ids))
 
 
+def test_labels_that_the_model_would_shift_across_segments_are_refused() -> None:
+    model, packed = model_of("llama", "dualkv"), packed_batch()
+    with pytest.raises(ValueError, match=r"labels must come with shift_labels=packed\.shift_labels"):
+        dualkv.packed_forward(model, packed, labels=packed.input_ids)
+    labels = packed.shift_labels
+    outputs = dualkv.packed_forward(model, packed, labels=labels, shift_labels=labels)
+    wanted = torch.nn.functional.cross_entropy(outputs.logits[0].float(), labels[0])
+    torch.testing.assert_close(outputs.loss, wanted)
+
+
 def test_log_probs_of_batch_refuses_heads_it_does_not_know() -> None:
     model, packed = model_of("llama", "dualkv"), packed_batch()
     model.lm_head = torch.nn.Sequential(model.lm_head)

@@ -33,7 +33,7 @@ _VARLEN_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k
 _HARMLESS = frozenset({
     *_VARLEN_NAMES, "position_ids", "use_cache", "cache_position", "num_items_in_batch", "return_dict",
     "output_hidden_states", "output_router_logits", "logits_to_keep", "layer_idx", "deterministic",
-    "dualkv_aux_weighted",
+    "dualkv_aux_weighted", "shift_labels",
 })  # fmt: skip
 _REFUSED = {
     "output_attentions": "attention probabilities are never stored",

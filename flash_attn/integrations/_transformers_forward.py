@@ -45,6 +45,11 @@ def packed_forward(model: torch.nn.Module, packed: PackedBatch, **kwargs: Any) -
     check_rope(config.get_text_config(), layout)
     if kwargs.get("attention_mask") is not None:
         raise ValueError("attention_mask must not be given: the layout describes the pack")
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise ValueError(
+            "labels must come with shift_labels=packed.shift_labels: a model that shifts them itself would "
+            "let the last row of a segment predict the first token of the next, got labels alone"
+        )
     inputs: dict[str, Any] = (
         {} if kwargs.get("inputs_embeds") is not None else {"input_ids": packed.input_ids}
     )
