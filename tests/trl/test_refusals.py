@@ -221,7 +221,7 @@ def test_calibration_decides_from_measured_times(folder, monkeypatch):
     noise = random.Random(0)
     monkeypatch.setattr(cost_model, "_timed", lambda *_: 10 ** noise.uniform(-3, 1))
     with pytest.warns(SharedPromptWarning, match="the measured times do not fit a cost model"):
-        trainer.calibrate(max_tokens=256, max_seconds=0.1)
+        tiny_trainer(folder).calibrate(max_tokens=256, max_seconds=0.1)
     refused = tiny_trainer(folder, "qwen3_next")
     with pytest.raises(NotImplementedError, match="calibrate needs a model that can share prompts"):
         refused.calibrate()
