@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +68,16 @@ def test_supported_models_pass_as_config_and_as_wrapped_models() -> None:
     model = model_of("llama")
     dualkv.require_supported(model.train())
     dualkv.require_supported(model.model)
+
+
+def test_tested_versions_hold_the_oldest_that_pip_takes_and_the_pinned_one() -> None:
+    root = Path(__file__).resolve().parents[1]
+    oldest = re.search(
+        r'^transformers = \["transformers>=([\d.]+)"\]', (root / "pyproject.toml").read_text(), re.M
+    )
+    pinned = re.search(r"^transformers==([\d.]+)$", (root / "requirements" / "pins.txt").read_text(), re.M)
+    assert oldest and pinned
+    assert (dualkv.TESTED_VERSIONS[0], dualkv.TESTED_VERSIONS[-1]) == (oldest[1], pinned[1])
 
 
 def test_unknown_layer_types_and_other_objects_are_refused() -> None:
