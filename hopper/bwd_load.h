@@ -8,8 +8,8 @@
 namespace flash_attn::sm90 {
 
 struct StageRows {
-    int dq_tile;          // (query head of the launch, 64-row block) of the packed grid, as dq_accum counts them; -1: the item is done
-    int block_and_mask;   // 2 * block, + 1 where some pair of row and key of this block and item is not visible
+    int dq_tile;  // (query head of the launch, 64-row block) of the packed grid, as dq_accum counts them; -1: the item is done
+    int block_and_mask;  // 2 * block, + 1 where some pair of row and key of this block and item is not visible
 
     __device__ __forceinline__ int block() const { return block_and_mask >> 1; }
     __device__ __forceinline__ bool masked() const { return block_and_mask & 1; }
@@ -37,8 +37,9 @@ struct BwdStorage {
     Barrier keys_full, tail[2], ds_full[2];
     Barrier full[2][T::kStages], empty[2][T::kStages];
     StageRows stage_rows[T::kStages];  // travels with operand 0
-    int dq_tile[T::kConsumers];  // that the warpgroup's dQ belongs to; -1: no more
+    int dq_tile[T::kConsumers];        // that the warpgroup's dQ belongs to; -1: no more
     KeyItem item;
+    int head_k;
 
     __device__ void init() {
         keys_full.init(2);
@@ -58,11 +59,12 @@ constexpr int kScoreBarrier = 1, kDqFullBarrier = 2, kDqEmptyBarrier = 5;  // th
 // Keys that no row sees, at the end of a decoded item, belong to it (it writes their zero gradients), but may be padding.
 __device__ __forceinline__ int num_seen_keys(KeyItem const& item, RowSpan const* row_span) {
     if (item.region != 0 || item.row_begin >= item.row_end) { return item.num_keys; }
-    return min(item.num_keys, row_span[item.row_end - 1].decoded_end - item.key_begin);
+    return max(
+        0, min(item.num_keys, row_span[item.row_end - 1].decoded_end - item.key_begin));  // wrong tables give anything
 }
 
 template <class T, int kOperand>
-__device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s, int head_k) {
+__device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s) {
     using TileK = typename T::TileK;
     using TileQ = typename T::TileQ;
     int const lane = threadIdx.x % 32;
@@ -74,49 +76,58 @@ __device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s, 
         CUtensorMap const& map = args.maps.keys[kOperand][item.region];
         int const valid = num_seen_keys(item, p.fwd.plan.row_span);
         if (valid < T::kBlockN) {
-            load_tile_zero_tail<TileK>(s.keys[kOperand], map, item.key_begin, head_k, valid, s.keys_full, 0, s.tail[kOperand], tail_phase, kEvictFirst, lane);
+            load_tile_zero_tail<TileK>(s.keys[kOperand], map, item.key_begin, s.head_k, valid, s.keys_full, 0,
+                                       s.tail[kOperand], tail_phase, kEvictFirst, lane);
         } else if (lane == 0) {
             s.keys_full.arrive_and_expect(TileK::kBytes);
-            load_tile<TileK>(s.keys[kOperand], map, item.key_begin, head_k, s.keys_full, kEvictFirst);
+            load_tile<TileK>(s.keys[kOperand], map, item.key_begin, s.head_k, s.keys_full, kEvictFirst);
         }
     }
 
     Ring<T::kStages> ring;
     int const group = p.fwd.num_heads / p.fwd.num_heads_k;
 #pragma unroll 1
-    for (int head = head_k * group; head < (head_k + 1) * group; ++head) {
+    for (int head = s.head_k * group; head < (s.head_k + 1) * group; ++head) {
         // 32 blocks at a time, one a lane: two ballots say which are visited and which need the mask.
 #pragma unroll 1
-        for (int base = item.row_end - 1; base >= item.row_begin; base -= 32 * kBlockRows) {
-            int const block = base / kBlockRows - lane;
+        for (int last = (item.row_end + kBlockRows - 1) / kBlockRows - 1; last >= item.row_begin / kBlockRows;
+             last -= 32) {
+            int const block = last - lane;
             bool visited = false, masked = false;
             if (block >= item.row_begin / kBlockRows) {
                 KeySpan const* const spans = &p.fwd.plan.block_span[block].context;
-                int4 const x = __ldg(reinterpret_cast<int4 const*>(spans + (item.region ? 0 : 1)));  // begin, full_begin, full_end, end
+                int4 const x = __ldg(
+                    reinterpret_cast<int4 const*>(spans + (item.region ? 0 : 1)));  // begin, full_begin, full_end, end
                 visited = x.x < item.key_begin + item.num_keys && item.key_begin < x.w;
-                masked = x.y > item.key_begin || x.z < item.key_begin + T::kBlockN || block * kBlockRows < item.row_begin ||
-                         (block + 1) * kBlockRows > item.row_end;
+                masked = x.y > item.key_begin || x.z < item.key_begin + T::kBlockN ||
+                         block * kBlockRows < item.row_begin || (block + 1) * kBlockRows > item.row_end;
             }
             uint32_t todo = __ballot_sync(0xffffffff, visited);
             uint32_t const mask = __ballot_sync(0xffffffff, masked);
 #pragma unroll 1
             for (; todo != 0; todo &= todo - 1) {
                 int const i = __ffs(todo) - 1;
-                int const row = (base / kBlockRows - i) * kBlockRows;
+                int const row = (last - i) * kBlockRows;
                 Barrier& full = s.full[kOperand][ring.stage];
                 s.empty[kOperand][ring.stage].wait(ring.phase ^ 1);
                 bool const whole = row + kBlockRows <= item.row_end;
                 if (lane == 0) {
-                    if (kOperand == 0) { s.stage_rows[ring.stage] = {(head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) + row / kBlockRows,
-                                                                         row / kBlockRows * 2 + int(mask >> i & 1)}; }
+                    if constexpr (kOperand == 0) {
+                        StageRows& rows = s.stage_rows[ring.stage];
+                        rows.dq_tile = (head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) + last - i;
+                        rows.block_and_mask = 2 * (last - i) + int(mask >> i & 1);
+                    }
                     if (whole) { full.arrive_and_expect(kBlockRows * 4 + TileQ::kBytes); }
-                    float const* const scalars = (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row;
-                    bulk_load(s.scalars[kOperand][ring.stage], scalars, kBlockRows * 4, full);
-                    if (whole) { load_tile<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, full, kEvictFirst); }
+                    bulk_load(s.scalars[kOperand][ring.stage],
+                              (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row,
+                              kBlockRows * 4, full);
+                    if (whole) {
+                        load_tile<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, full, kEvictFirst);
+                    }
                 }
                 if (!whole) {  // rows behind the item's last one may be padding
-                    load_tile_zero_tail<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, item.row_end - row, full, kBlockRows * 4, s.tail[kOperand],
-                                               tail_phase, kEvictFirst, lane);
+                    load_tile_zero_tail<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, item.row_end - row,
+                                               full, kBlockRows * 4, s.tail[kOperand], tail_phase, kEvictFirst, lane);
                 }
                 ring.advance();
             }
@@ -141,7 +152,8 @@ __device__ __forceinline__ void bwd_store_dq(BwdArgs const& args, BwdStorage<T>&
         int const tile = s.dq_tile[warpgroup];
         if (tile < 0) { break; }
         if (threadIdx.x % 32 == 0) {
-            int64_t const offset = int64_t(tile) * kBlockRows * T::kHeadDim + (T::kDqTurns ? 0 : warpgroup * T::kDqFloats);
+            int64_t const offset =
+                int64_t(tile) * kBlockRows * T::kHeadDim + (T::kDqTurns ? 0 : warpgroup * T::kDqFloats);
             bulk_reduce_add(args.params.dq_accum + offset, s.dq[warpgroup], T::kDqFloats * 4);
             bulk_wait_read();
         }

@@ -19,7 +19,8 @@ struct BwdTraits {
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kLoadRegisters = 24, kMmaRegisters = 240;
     static_assert(kBlockN == (kWide ? 64 : 128));
-    // dQ: each warpgroup a share of the columns, or, where the share is no good width for wgmma, all of them every other block.
+    // dQ: each warpgroup a share of the columns, or, where the share is no good width for wgmma, all of them every
+    // other block.
     static constexpr bool kDqTurns = kHeadDim / kConsumers % 64 != 0;
     static constexpr int kDqColumns = kDqTurns ? kHeadDim : kHeadDim / kConsumers;
     static constexpr int kDqFloats = kBlockRows * kDqColumns;
@@ -30,7 +31,8 @@ struct BwdTraits {
 
 // Scores of pairs that are not visible become -inf. The thread's keys are key and key + 8, its columns rows of the block.
 template <int N>
-__device__ __forceinline__ void mask_rows(float (&scores)[N], BwdParams const& p, KeyItem const& item, int block, int key) {
+__device__ __forceinline__ void mask_rows(float (&scores)[N], BwdParams const& p, KeyItem const& item, int block,
+                                          int key) {
     key += item.key_begin;
     int const key_end = item.key_begin + item.num_keys;
 #pragma unroll
@@ -55,37 +57,42 @@ template <class Tile>
 __device__ __forceinline__ void store_packed(uint32_t tile, uint32_t const (&x)[16], int warpgroup) {
     int const lane = threadIdx.x % 32;
     int const row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16 + lane % 16;
-    uint32_t const line = tile + row * Tile::kRowBytes;
+    uint32_t const first = tile + row * Tile::kRowBytes + ((lane / 16 ^ row % 8) << 4);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        uint32_t const address = line + (((2 * j + lane / 16) ^ (row % 8)) << 4);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[4 * j]), "r"(x[4 * j + 1]),
-                     "r"(x[4 * j + 2]), "r"(x[4 * j + 3])
+        uint32_t const address = first ^ (j << 5);  // the tile is aligned to the swizzle's period
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[4 * j]),
+                     "r"(x[4 * j + 1]), "r"(x[4 * j + 2]), "r"(x[4 * j + 3])
                      : "memory");
     }
 }
 
-// dK (scaled) or dV of 64 keys from `first` of the item on: rows of its region's tensor, or fp32 partials of a row split (not scaled).
+// dK (scaled) or dV of 64 keys from `first` of the item on: rows of its region's tensor, or fp32 partials of a row
+// split (not scaled).
 template <class T, bool kDk>
-__device__ __forceinline__ void bwd_store_gradient(BwdParams const& p, KeyItem const& item, int head_k, int first, float const (&acc)[T::kHeadDim / 2]) {
+__device__ __forceinline__ void bwd_store_gradient(BwdParams const& p, KeyItem const& item, int head_k, int first,
+                                                   float const (&acc)[T::kHeadDim / 2]) {
     using Element = typename T::Element;
     int const key = item.key_begin + first, num_keys = item.num_keys - first;
     if (item.split >= 0) {
         int64_t const stride = int64_t(p.fwd.num_heads_k) * T::kHeadDim;
-        int64_t const offset = (int64_t(item.split) * p.fwd.total_context + key) * stride + int64_t(head_k) * T::kHeadDim;
+        int64_t const offset =
+            (int64_t(item.split) * p.fwd.total_context + key) * stride + int64_t(head_k) * T::kHeadDim;
         store_rows_fp32<T::kHeadDim>(acc, (kDk ? p.dk_partial : p.dv_partial) + offset, stride, num_keys);
         return;
     }
     void* out = kDk ? p.dk : p.dv;
-    int64_t row_stride = kDk ? p.dk_row_stride : p.dv_row_stride, head_stride = kDk ? p.dk_head_stride : p.dv_head_stride;
+    int64_t row_stride = kDk ? p.dk_row_stride : p.dv_row_stride,
+            head_stride = kDk ? p.dk_head_stride : p.dv_head_stride;
     if (item.region != 0) {
         out = kDk ? p.dk_context : p.dv_context;
         row_stride = kDk ? p.dk_context_row_stride : p.dv_context_row_stride;
         head_stride = kDk ? p.dk_context_head_stride : p.dv_context_head_stride;
     }
     float const scale = kDk ? p.fwd.softmax_scale : 1.f;
-    store_rows<Element, T::kHeadDim>(acc, scale, scale, static_cast<Element*>(out) + key * row_stride + head_k * head_stride, row_stride, num_keys,
-                                     p.fwd.head_dim);
+    store_rows<Element, T::kHeadDim>(acc, scale, scale,
+                                     static_cast<Element*>(out) + key * row_stride + head_k * head_stride, row_stride,
+                                     num_keys, p.fwd.head_dim);
 }
 
 // The two scalars of each of the thread's column pairs, from a stage's row scalars.
@@ -104,14 +111,14 @@ __device__ __forceinline__ void fill_columns(float (&x)[N], float const* scalars
 // computes exponentials, the other has the tensor cores. lse and D enter as initial values of the accumulators of S^T and
 // dP^T: P = exp2(scale (S - lse / scale)), dS = P (dP - D), without a load behind the products.
 template <class T>
-__device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, int head_k) {
+__device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     using Element = typename T::Element;
     using TileK = typename T::TileK;
     using TileQ = typename T::TileQ;
     using TileS = typename T::TileS;
     constexpr int kD = T::kHeadDim, kM = kBlockRows;
     BwdParams const& p = args.params;
-    int const warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    int const warpgroup = uniform_warpgroup() - 1, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     bool const signals = thread == 0;
     float const scale_log2 = (T::kSoftcap ? p.fwd.softcap : p.fwd.softmax_scale) * kLog2e;
     float const tanh_scale = T::kSoftcap ? p.fwd.softmax_scale / p.fwd.softcap : 0.f;
@@ -123,15 +130,16 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
     pin(dv);
     float probs[kM / 2];  // S^T, then P^T
 
-    uint32_t const desc_k = TileK::template descriptor<Major::K>(smem_address(s.keys[0]) + 64 * TileK::kRowBytes * warpgroup);
-    uint32_t const desc_v = TileK::template descriptor<Major::K>(smem_address(s.keys[1]) + 64 * TileK::kRowBytes * warpgroup);
-    uint32_t const desc_k_dq =
-        TileK::template descriptor<Major::MN>(smem_address(s.keys[0]) +
-                                              (T::kDqTurns ? 0 : T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup));
+    uint32_t const desc_k =
+        TileK::template descriptor<Major::K>(smem_address(s.keys[0]) + 64 * TileK::kRowBytes * warpgroup);
+    uint32_t const desc_v =
+        TileK::template descriptor<Major::K>(smem_address(s.keys[1]) + 64 * TileK::kRowBytes * warpgroup);
+    uint32_t const desc_k_dq = TileK::template descriptor<Major::MN>(
+        smem_address(s.keys[0]) + (T::kDqTurns ? 0 : T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup));
     Ring<T::kStages> ring;  // the block's stage
     Ring<2> ds;             // its dS buffer
     StageRows rows;
-    int dq_tile = 0;        // of the block before
+    int dq_tile = 0;  // of the block before
 
     // Shared memory is busy with operands and a load from it takes hundreds of cycles: every load below is placed where
     // products of this warpgroup are on their way.
@@ -159,7 +167,9 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
 #pragma unroll
         for (int j = 0; j < kM / 8; ++j) {
             float2 lse = make_float2(0.f, 0.f);
-            if constexpr (T::kSoftcap) { lse = *reinterpret_cast<float2 const*>(&s.scalars[0][ring.stage][8 * j + 2 * (lane % 4)]); }
+            if constexpr (T::kSoftcap) {
+                lse = *reinterpret_cast<float2 const*>(&s.scalars[0][ring.stage][8 * j + 2 * (lane % 4)]);
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float& x = probs[4 * j + 2 * half];
@@ -173,12 +183,13 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
         s.full[1][ring.stage].wait(ring.phase);
         pin(packed);
         wgmma_fence();
-        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dv, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[1][ring.stage])));
+        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
+            dv, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[1][ring.stage])));
         wgmma_commit();
     };
-    auto const fill_dprobs = [&](float (&dprobs)[kM / 2]) { fill_columns(dprobs, s.scalars[1][ring.stage], -1.f); };
+    auto const fill_dprobs = [&](float(&dprobs)[kM / 2]) { fill_columns(dprobs, s.scalars[1][ring.stage], -1.f); };
     // dP^T and dS^T; dK; the next block's rows.
-    auto const gradients = [&](float (&dprobs)[kM / 2]) {
+    auto const gradients = [&](float(&dprobs)[kM / 2]) {
         uint32_t packed[kM / 4];
         pin(dprobs);
         wgmma_fence();
@@ -190,13 +201,17 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
         pin(dv);
         if (signals) { s.empty[1][ring.stage].arrive(); }
 #pragma unroll
-        for (int i = 0; i < kM / 4; ++i) { packed[i] = pack<Element>(probs[2 * i] * dprobs[2 * i], probs[2 * i + 1] * dprobs[2 * i + 1]); }
+        for (int i = 0; i < kM / 4; ++i) {
+            packed[i] = pack<Element>(probs[2 * i] * dprobs[2 * i], probs[2 * i + 1] * dprobs[2 * i + 1]);
+        }
         pin(packed);
         wgmma_fence();
-        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(dk, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[0][ring.stage])));
+        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
+            dk, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[0][ring.stage])));
         wgmma_commit();
         if constexpr (T::kWithDq) {
-            // Two buffers suffice: who writes this one has waited for the other warpgroup's part of the next, written behind its reads of this.
+            // Two buffers suffice: who writes this one has waited for the other warpgroup's part of the next one, which is
+            // written behind that warpgroup's reads of this one.
             store_packed<TileS>(smem_address(s.ds[ds.stage]), packed, warpgroup);
             fence_async_proxy();
             __syncwarp();
@@ -210,7 +225,7 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
         pin(dk);
         if (signals) { s.empty[0][stage].arrive(); }
     };
-    auto const issue_dq = [&](float (&dq)[T::kDqColumns / 2]) {
+    auto const issue_dq = [&](float(&dq)[T::kDqColumns / 2]) {
         s.ds_full[ds.stage].wait(ds.phase);
         wgmma_fence();
         gemm_ss<Element, T::kDqColumns, T::kBlockN / 16, TileS, Major::MN, TileK, Major::MN, true>(
@@ -218,12 +233,14 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
         wgmma_commit();
     };
     // `meanwhile` runs while the stores are under way.
-    auto const store_dq = [&](float (&dq)[T::kDqColumns / 2], int of, auto const& meanwhile) {
+    auto const store_dq = [&](float(&dq)[T::kDqColumns / 2], int of, auto const& meanwhile) {
         pin(dq);
         named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
         float4* const tile = reinterpret_cast<float4*>(s.dq[warpgroup]) + thread;
 #pragma unroll
-        for (int i = 0; i < T::kDqColumns / 8; ++i) { tile[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]); }
+        for (int i = 0; i < T::kDqColumns / 8; ++i) {
+            tile[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+        }
         if (signals) { s.dq_tile[warpgroup] = of; }
         meanwhile();
         fence_async_proxy();
@@ -242,14 +259,17 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
     s.keys_full.wait(0);
     fetch_block();
     if (rows.dq_tile >= 0) {
-        float dprobs[kM / 2];
         issue_scores();
         wgmma_wait<0>();
         probabilities();
-        fill_dprobs(dprobs);
-        gradients(dprobs);
+        {
+            float dprobs[kM / 2];
+            fill_dprobs(dprobs);
+            gradients(dprobs);
+        }
 #pragma unroll 1
         while (rows.dq_tile >= 0) {
+            float dprobs[kM / 2];
             issue_scores();
             if constexpr (T::kWithDq && !T::kDqTurns) {
                 float dq[T::kDqColumns / 2];
@@ -261,7 +281,11 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
             } else {
                 wgmma_wait<0>();
                 probabilities();
-                if constexpr (T::kWithDq) { dq_in_turn(dq_tile); }
+                if constexpr (T::kWithDq) {
+                    dq_in_turn(dq_tile);
+                } else {  // keeps ptxas from loading D early, in registers that it then spills others for
+                    named_sync(kScoreBarrier + warpgroup, 128);
+                }
                 fill_dprobs(dprobs);
             }
             ds.advance();
@@ -281,8 +305,8 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s, i
         if (signals) { s.dq_tile[warpgroup] = -1; }
         named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
     }
-    bwd_store_gradient<T, false>(p, s.item, head_k, 64 * warpgroup, dv);
-    bwd_store_gradient<T, true>(p, s.item, head_k, 64 * warpgroup, dk);
+    bwd_store_gradient<T, false>(p, s.item, s.head_k, 64 * warpgroup, dv);
+    bwd_store_gradient<T, true>(p, s.item, s.head_k, 64 * warpgroup, dk);
 }
 
 }  // namespace flash_attn::sm90

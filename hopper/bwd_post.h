@@ -15,13 +15,16 @@ __global__ void __launch_bounds__(128) bwd_convert_dq(BwdParams const p) {
     int const row = blockIdx.x * kBlockRows, part = blockIdx.z;
     int const head = p.head_k_begin * (p.fwd.num_heads / p.fwd.num_heads_k) + blockIdx.y;
     float4 const* const tile =
-        reinterpret_cast<float4 const*>(p.dq_accum + (blockIdx.y * p.rows_padded + row) * T::kHeadDim + part * T::kDqFloats) + threadIdx.x;
+        reinterpret_cast<float4 const*>(p.dq_accum + (blockIdx.y * p.rows_padded + row) * T::kHeadDim +
+                                        part * T::kDqFloats) +
+        threadIdx.x;
     float dq[kColumns / 2];
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) { *reinterpret_cast<float4*>(dq + 4 * i) = __ldcs(tile + 128 * i); }
-    Element* const out = static_cast<Element*>(p.dq) + row * p.dq_row_stride + head * p.dq_head_stride + part * kColumns;
-    store_rows<Element, kColumns>(dq, p.fwd.softmax_scale, p.fwd.softmax_scale, out, p.dq_row_stride, p.fwd.total_q - row,
-                                  p.fwd.head_dim - part * kColumns);
+    Element* const out =
+        static_cast<Element*>(p.dq) + row * p.dq_row_stride + head * p.dq_head_stride + part * kColumns;
+    store_rows<Element, kColumns>(dq, p.fwd.softmax_scale, p.fwd.softmax_scale, out, p.dq_row_stride,
+                                  p.fwd.total_q - row, p.fwd.head_dim - part * kColumns);
 }
 
 // Grid (key items, kv heads of the chunk), a thread per two columns of a row. Acts on the first split of each key tile.
@@ -43,7 +46,8 @@ __global__ void __launch_bounds__(256) bwd_sum_splits(BwdParams const p) {
         }
         float const scale = p.fwd.softmax_scale;
         auto const put = [&](void* out, int64_t stride, int64_t head_stride, uint32_t value) {
-            *reinterpret_cast<uint32_t*>(static_cast<Element*>(out) + key * stride + head * head_stride + column) = value;
+            *reinterpret_cast<uint32_t*>(static_cast<Element*>(out) + key * stride + head * head_stride + column) =
+                value;
         };
         put(p.dk_context, p.dk_context_row_stride, p.dk_context_head_stride, pack<Element>(dk.x * scale, dk.y * scale));
         put(p.dv_context, p.dv_context_row_stride, p.dv_context_head_stride, pack<Element>(dv.x, dv.y));

@@ -18,8 +18,8 @@ __device__ __forceinline__ void reduce_add(float* tile, float const (&x)[N]) {
     tile += threadIdx.x % 128 * 4;
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
-        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(tile + 512 * i), "f"(x[4 * i]), "f"(x[4 * i + 1]), "f"(x[4 * i + 2]),
-                     "f"(x[4 * i + 3])
+        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(tile + 512 * i), "f"(x[4 * i]),
+                     "f"(x[4 * i + 1]), "f"(x[4 * i + 2]), "f"(x[4 * i + 3])
                      : "memory");
     }
 }
@@ -53,8 +53,8 @@ struct WideRole {
     __device__ __forceinline__ void issue_gradient(float (&acc)[kD / 2], uint32_t (&packed)[kM / 4]) {
         pin(packed);
         wgmma_fence();
-        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(acc, packed,
-                                                                TileQ::template descriptor<Major::MN>(smem_address(s.rows[kOperand][ring.stage])));
+        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
+            acc, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[kOperand][ring.stage])));
         wgmma_commit();
     }
     // This block's dQ in turn, or the warpgroup's half of its columns, added to the accumulator. `other` issues other products.
@@ -67,7 +67,8 @@ struct WideRole {
             wgmma_fence();
             gemm_ss<Element, T::kDqColumns, T::kBlockN / 16, TileS, Major::MN, TileK, Major::MN, true>(
                 dq, TileS::template descriptor<Major::MN>(smem_address(s.ds[0])),
-                TileK::template descriptor<Major::MN>(smem_address(s.keys[0]) + T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * half));
+                TileK::template descriptor<Major::MN>(smem_address(s.keys[0]) +
+                                                      T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * half));
             wgmma_commit();
             if constexpr (!T::kDqTurns) { other(); }
             wgmma_wait<T::kDqTurns ? 0 : 1>();
@@ -77,7 +78,7 @@ struct WideRole {
         turn ^= 1;
     }
 
-    __device__ __forceinline__ void probabilities(int head_k) {
+    __device__ __forceinline__ void probabilities() {
         BwdParams const& p = args.params;
         float const scale_log2 = (T::kSoftcap ? p.fwd.softcap : p.fwd.softmax_scale) * kLog2e;
         float const tanh_scale = T::kSoftcap ? p.fwd.softmax_scale / p.fwd.softcap : 0.f;
@@ -108,7 +109,8 @@ struct WideRole {
                     float const x = probs[4 * j + 2 * half], y = probs[4 * j + 2 * half + 1];
                     float const px = exp2_approx(x * scale_log2 - lse.x), py = exp2_approx(y * scale_log2 - lse.y);
                     packed[2 * j + half] = pack<Element>(px, py);
-                    (half ? out.z : out.x) = T::kSoftcap ? px * fmaxf(1.f - x * x, 0.f) : px;  // dS takes tanh's derivative along
+                    (half ? out.z : out.x) =
+                        T::kSoftcap ? px * fmaxf(1.f - x * x, 0.f) : px;  // dS takes tanh's derivative along
                     (half ? out.w : out.y) = T::kSoftcap ? py * fmaxf(1.f - y * y, 0.f) : py;
                 }
                 exchange[128 * j] = out;
@@ -126,10 +128,10 @@ struct WideRole {
             s.full[0][ring.stage].wait(ring.phase);
             rows = s.stage_rows[ring.stage];
         }
-        bwd_store_gradient<T, false>(p, s.item, head_k, 0, dv);
+        bwd_store_gradient<T, false>(p, s.item, s.head_k, 0, dv);
     }
 
-    __device__ __forceinline__ void scores(int head_k) {
+    __device__ __forceinline__ void scores() {
         BwdParams const& p = args.params;
         float dk[kD / 2], dprobs[kM / 2];
         uint32_t packed[kM / 4];
@@ -148,10 +150,13 @@ struct WideRole {
             float4 const* const exchange = reinterpret_cast<float4 const*>(s.probs) + thread;
 #pragma unroll
             for (int j = 0; j < kM / 8; ++j) {
-                float2 const delta = *reinterpret_cast<float2 const*>(&s.scalars[1][ring.stage][8 * j + 2 * (lane % 4)]);
+                float2 const delta =
+                    *reinterpret_cast<float2 const*>(&s.scalars[1][ring.stage][8 * j + 2 * (lane % 4)]);
                 float4 const probs = exchange[128 * j];
-                packed[2 * j] = pack<Element>(probs.x * (dprobs[4 * j] - delta.x), probs.y * (dprobs[4 * j + 1] - delta.y));
-                packed[2 * j + 1] = pack<Element>(probs.z * (dprobs[4 * j + 2] - delta.x), probs.w * (dprobs[4 * j + 3] - delta.y));
+                packed[2 * j] =
+                    pack<Element>(probs.x * (dprobs[4 * j] - delta.x), probs.y * (dprobs[4 * j + 1] - delta.y));
+                packed[2 * j + 1] =
+                    pack<Element>(probs.z * (dprobs[4 * j + 2] - delta.x), probs.w * (dprobs[4 * j + 3] - delta.y));
             }
             if (signals) { s.empty[1][ring.stage].arrive(); }
             if constexpr (T::kWithDq) {
@@ -167,18 +172,18 @@ struct WideRole {
             s.full[0][ring.stage].wait(ring.phase);
             rows = s.stage_rows[ring.stage];
         }
-        bwd_store_gradient<T, true>(p, s.item, head_k, 0, dk);
+        bwd_store_gradient<T, true>(p, s.item, s.head_k, 0, dk);
     }
 };
 
 template <class T>
-__device__ __forceinline__ void bwd_wide_mma(BwdArgs const& args, BwdStorage<T>& s, int head_k) {
+__device__ __forceinline__ void bwd_wide_mma(BwdArgs const& args, BwdStorage<T>& s) {
     WideRole<T> role{args, s};
     s.keys_full.wait(0);
-    if (threadIdx.x < 256) {
-        role.probabilities(head_k);
+    if (uniform_warpgroup() == 1) {
+        role.probabilities();
     } else {
-        role.scores(head_k);
+        role.scores();
     }
 }
 

@@ -20,8 +20,8 @@ __device__ __forceinline__ uint4 quad_transpose(uint32_t x0, uint32_t x1, uint32
 
 // Rows row_begin + (row inside the warpgroup's 64) of `dst`, scaled, those below num_rows; columns below num_columns.
 template <class Element, int kColumns>
-__device__ __forceinline__ void store_rows(float const (&acc)[kColumns / 2], float scale0, float scale1, Element* dst, int64_t row_stride, int num_rows,
-                                           int num_columns) {
+__device__ __forceinline__ void store_rows(float const (&acc)[kColumns / 2], float scale0, float scale1, Element* dst,
+                                           int64_t row_stride, int num_rows, int num_columns) {
     static_assert(kColumns % 32 == 0);
     int const lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
@@ -34,7 +34,8 @@ __device__ __forceinline__ void store_rows(float const (&acc)[kColumns / 2], flo
             uint32_t x[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                x[i] = pack<Element>(acc[16 * j + 4 * i + 2 * half] * scale, acc[16 * j + 4 * i + 2 * half + 1] * scale);
+                x[i] =
+                    pack<Element>(acc[16 * j + 4 * i + 2 * half] * scale, acc[16 * j + 4 * i + 2 * half + 1] * scale);
             }
             uint4 const vector = quad_transpose(x[0], x[1], x[2], x[3]);
             int const column = 32 * j + 8 * (lane % 4);
@@ -45,7 +46,8 @@ __device__ __forceinline__ void store_rows(float const (&acc)[kColumns / 2], flo
 
 // fp32 partials of a split, 8 bytes a thread (32 contiguous bytes a quad).
 template <int kColumns>
-__device__ __forceinline__ void store_rows_fp32(float const (&acc)[kColumns / 2], float* dst, int64_t row_stride, int num_rows) {
+__device__ __forceinline__ void store_rows_fp32(float const (&acc)[kColumns / 2], float* dst, int64_t row_stride,
+                                                int num_rows) {
     int const lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -53,7 +55,10 @@ __device__ __forceinline__ void store_rows_fp32(float const (&acc)[kColumns / 2]
         float* const line = dst + r * row_stride + 2 * (lane % 4);
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
-            if (r < num_rows) { *reinterpret_cast<float2*>(line + 8 * j) = make_float2(acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]); }
+            if (r < num_rows) {
+                *reinterpret_cast<float2*>(line + 8 * j) =
+                    make_float2(acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]);
+            }
         }
     }
 }

@@ -63,7 +63,8 @@ struct FwdStorage {
 };
 
 template <class Tile>
-__device__ __forceinline__ void load_tile(void* dst, CUtensorMap const& map, int row, int head, Barrier& bar, uint64_t policy) {
+__device__ __forceinline__ void load_tile(void* dst, CUtensorMap const& map, int row, int head, Barrier& bar,
+                                          uint64_t policy) {
 #pragma unroll
     for (int c = 0; c < Tile::kChunks; ++c) {
         tma_load(static_cast<char*>(dst) + c * Tile::kChunkBytes, map, c * Tile::kChunk, row, head, bar, policy);
@@ -79,7 +80,8 @@ __device__ __forceinline__ void zero_tail(void* tile, int first, int lane) {
     for (int i = first * kVectors + lane; i < Tile::kRows * kVectors; i += 32) {
 #pragma unroll
         for (int c = 0; c < Tile::kChunks; ++c) {
-            *reinterpret_cast<uint4*>(static_cast<char*>(tile) + c * Tile::kChunkBytes + i * 16) = make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(static_cast<char*>(tile) + c * Tile::kChunkBytes + i * 16) =
+                make_uint4(0, 0, 0, 0);
         }
     }
 }
@@ -87,9 +89,9 @@ __device__ __forceinline__ void zero_tail(void* tile, int first, int lane) {
 // Loads a tile of which only `valid` rows may be read by the products; `full` completes when the rest is zero and `other_bytes`
 // of other copies have arrived.
 template <class Tile>
-__device__ __forceinline__ void load_tile_zero_tail(
-    void* dst, CUtensorMap const& map, int row, int head, int valid, Barrier& full, uint32_t other_bytes, Barrier& tail, uint32_t& tail_phase,
-    uint64_t policy, int lane) {
+__device__ __forceinline__ void load_tile_zero_tail(void* dst, CUtensorMap const& map, int row, int head, int valid,
+                                                    Barrier& full, uint32_t other_bytes, Barrier& tail,
+                                                    uint32_t& tail_phase, uint64_t policy, int lane) {
     if (lane == 0) {
         tail.arrive_and_expect(Tile::kBytes);
         load_tile<Tile>(dst, map, row, head, tail, policy);
@@ -104,8 +106,8 @@ __device__ __forceinline__ void load_tile_zero_tail(
 
 // One stage of K or V. With `zero` the rows behind the item's last key become zeros.
 template <class T, bool kZero>
-__device__ __forceinline__ void load_keys(void* dst, CUtensorMap const& map, KeyTile const& t, int head, Barrier& full, Barrier& tail, uint32_t& tail_phase,
-                                          int lane) {
+__device__ __forceinline__ void load_keys(void* dst, CUtensorMap const& map, KeyTile const& t, int head, Barrier& full,
+                                          Barrier& tail, uint32_t& tail_phase, int lane) {
     using Tile = typename T::TileK;
     if (kZero && t.valid < T::kBlockN) {
         load_tile_zero_tail<Tile>(dst, map, t.key, head, t.valid, full, 0, tail, tail_phase, kEvictLast, lane);
@@ -144,9 +146,11 @@ __device__ __forceinline__ void fwd_load(Args const& args, FwdStorage<T>& s) {
                 s.item_rows[q.stage] = {item.row_begin, item.num_rows, head, num_tiles};
                 if (num_tiles > 0) {
                     s.q_full[q.stage].arrive_and_expect(T::TileQ::kBytes * (T::kDqPass ? 2 : 1));
-                    load_tile<typename T::TileQ>(s.q[q.stage], args.maps.q, item.row_begin, head, s.q_full[q.stage], kEvictFirst);
+                    load_tile<typename T::TileQ>(s.q[q.stage], args.maps.q, item.row_begin, head, s.q_full[q.stage],
+                                                 kEvictFirst);
                     if constexpr (T::kDqPass) {
-                        load_tile<typename T::TileQ>(s.dout[q.stage], args.dout, item.row_begin, head, s.q_full[q.stage], kEvictFirst);
+                        load_tile<typename T::TileQ>(s.dout[q.stage], args.dout, item.row_begin, head,
+                                                     s.q_full[q.stage], kEvictFirst);
                     }
                 } else {
                     s.q_full[q.stage].arrive();
@@ -162,13 +166,15 @@ __device__ __forceinline__ void fwd_load(Args const& args, FwdStorage<T>& s) {
                     KeyTile const t = KeyTile::at<T::kBlockN>(walk, i);
                     s.k_empty[k.stage].wait(k.phase ^ 1);
                     if (lane == 0) { s.stage_keys[k.stage] = {t.key, t.region, t.masked, 0}; }
-                    load_keys<T, T::kDqPass>(s.k[k.stage], args.maps.k[t.region], t, head_k, s.k_full[k.stage], s.tail, tail_phase, lane);
+                    load_keys<T, T::kDqPass>(s.k[k.stage], args.maps.k[t.region], t, head_k, s.k_full[k.stage], s.tail,
+                                             tail_phase, lane);
                     k.advance();
                 }
                 if (i >= kLead) {
                     KeyTile const t = KeyTile::at<T::kBlockN>(walk, i - kLead);
                     s.v_empty[v.stage].wait(v.phase ^ 1);
-                    load_keys<T, true>(s.v[v.stage], args.maps.v[t.region], t, head_k, s.v_full[v.stage], s.tail, tail_phase, lane);
+                    load_keys<T, true>(s.v[v.stage], args.maps.v[t.region], t, head_k, s.v_full[v.stage], s.tail,
+                                       tail_phase, lane);
                     v.advance();
                 }
             }

@@ -22,24 +22,28 @@ __device__ __forceinline__ void replace(uint32_t (&to)[N], uint32_t const (&from
 // kept until a tile's sum says that a score may exceed it by more than log2(kMostSum): P and its sums stay small, the quotient
 // is the same, and almost every tile needs no maximum, no exchange and no rescaling.
 struct OnlineSoftmax {
-    static constexpr float kMostSum = 1024.f;       // of a thread's share of a tile; without exceeding base it is at most N / 4
-    float base[2] = {-INFINITY, -INFINITY};         // maximum * scale_log2; -inf while the row has seen no key (P is no number then)
-    float sum[2] = {0.f, 0.f};                      // the thread's own share until finish()
+    static constexpr float kMostSum =
+        1024.f;  // of a thread's share of a tile; without exceeding base it is at most N / 4
+    float base[2] = {-INFINITY,
+                     -INFINITY};  // maximum * scale_log2; -inf while the row has seen no key (P is no number then)
+    float sum[2] = {0.f, 0.f};    // the thread's own share until finish()
 
     template <class Element, int N>
-    static __device__ __forceinline__ void exponentials(float const (&s)[N], float scale_log2, float const (&base)[2], uint32_t (&p)[N / 2],
-                                                        float (&t)[2]) {
+    static __device__ __forceinline__ void exponentials(float const (&s)[N], float scale_log2, float const (&base)[2],
+                                                        uint32_t (&p)[N / 2], float (&t)[2]) {
         t[0] = t[1] = 0.f;
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
-            float const x = exp2_approx(s[2 * i] * scale_log2 - base[i % 2]), y = exp2_approx(s[2 * i + 1] * scale_log2 - base[i % 2]);
+            float const x = exp2_approx(s[2 * i] * scale_log2 - base[i % 2]),
+                        y = exp2_approx(s[2 * i + 1] * scale_log2 - base[i % 2]);
             t[i % 2] += x + y;
             p[i] = pack<Element>(x, y);
         }
     }
     // Returns whether earlier outputs have to be scaled by alpha (the same answer in the whole warp).
     template <class Element, int N>
-    __device__ __forceinline__ bool step(float const (&s)[N], float scale_log2, uint32_t (&p)[N / 2], float (&alpha)[2]) {
+    __device__ __forceinline__ bool step(float const (&s)[N], float scale_log2, uint32_t (&p)[N / 2],
+                                         float (&alpha)[2]) {
         float t[2];
         exponentials<Element>(s, scale_log2, base, p, t);
         // The signs never matter (P is not negative), but hanging the branch on P keeps ptxas from sinking the exponentials
@@ -66,7 +70,8 @@ struct OnlineSoftmax {
             alpha[half] = exp2_approx(base[half] - shift[half]);
             base[half] = m;
         }
-        asm volatile("" : "+f"(scale_log2));  // or the products s * scale would be shared with the first try, at the price of its FFMAs
+        // The products s * scale are not to be shared with the first try: its FFMAs would become FMUL and FADD.
+        asm volatile("" : "+f"(scale_log2));
         exponentials<Element>(s, scale_log2, shift, p, t);
         sum[0] = sum[0] * alpha[0] + t[0];
         sum[1] = sum[1] * alpha[1] + t[1];
@@ -83,7 +88,8 @@ struct OnlineSoftmax {
 
 // Scores of keys that a row does not see become -inf. row: the thread's first row; keys: the stage.
 template <int N>
-__device__ __forceinline__ void mask_keys(float (&s)[N], RowSpan const* row_span, int row, int total_q, StageKeys const& keys) {
+__device__ __forceinline__ void mask_keys(float (&s)[N], RowSpan const* row_span, int row, int total_q,
+                                          StageKeys const& keys) {
     int const column = 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -105,7 +111,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
     using TileK = typename T::TileK;
     constexpr int kN = T::kBlockN, kD = T::kHeadDim;
     FwdParams const& p = args.params;
-    int const warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+    int const warpgroup = uniform_warpgroup() - 1, lane = threadIdx.x % 32;
     int const thread_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16 + lane / 4;
     bool const signals = threadIdx.x % 128 == 0;
     // softcap: S = c tanh(q k scale / c), so the exponent's scale is c and tanh's argument carries scale / c.
@@ -124,7 +130,8 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
         s.q_full[q.stage].wait(q.phase);
         ItemRows const item = s.item_rows[q.stage];
         if (item.num_rows == 0) { break; }
-        uint32_t const desc_q = TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
+        uint32_t const desc_q =
+            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
 
         float o[kD / 2];
 #pragma unroll
@@ -222,8 +229,10 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                     sum == 0.f ? -INFINITY : (softmax.base[half] + __log2f(sum)) * kLn2;
             }
         }
-        Element* const out = static_cast<Element*>(p.out) + (item.row_begin + 64 * warpgroup) * p.out_row_stride + item.head * p.out_head_stride;
-        store_rows<Element, kD>(o, inverse[0], inverse[1], out, p.out_row_stride, item.num_rows - 64 * warpgroup, p.head_dim);
+        Element* const out = static_cast<Element*>(p.out) + (item.row_begin + 64 * warpgroup) * p.out_row_stride +
+                             item.head * p.out_head_stride;
+        store_rows<Element, kD>(o, inverse[0], inverse[1], out, p.out_row_stride, item.num_rows - 64 * warpgroup,
+                                p.head_dim);
     }
     if (warpgroup == 0) { take_baton(); }  // the last one passed: no barrier is left half full
 }

@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(__grid_constant__ B
     if (threadIdx.x == 0) {
         s.init();
         s.item = item;
+        s.head_k = head;
         fence_barrier_init();
     }
     __syncthreads();
@@ -50,31 +51,32 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(__grid_constant__ B
         shrink_registers<T::kLoadRegisters>();
         int const warp = threadIdx.x / 32;
         if (warp == 0) {
-            bwd_load<T, 0>(args, s, head);
+            bwd_load<T, 0>(args, s);
         } else if (warp == 1) {
-            bwd_load<T, 1>(args, s, head);
+            bwd_load<T, 1>(args, s);
         } else if (T::kWithDq && !T::kWide) {
             bwd_store_dq<T>(args, s, warp - 2);
         }
     } else {
         grow_registers<T::kMmaRegisters>();
         if constexpr (T::kWide) {
-            bwd_wide_mma<T>(args, s, head);
+            bwd_wide_mma<T>(args, s);
         } else {
-            bwd_mma<T>(args, s, head);
+            bwd_mma<T>(args, s);
         }
     }
 }
 
-#define FLASH_ATTN_TRY(call)                           \
-    do {                                               \
-        cudaError_t const status_ = (call);            \
+#define FLASH_ATTN_TRY(call)                            \
+    do {                                                \
+        cudaError_t const status_ = (call);             \
         if (status_ != cudaSuccess) { return status_; } \
     } while (0)
 
 // cuTensorMapEncodeTiled through the runtime, so that the library does not link libcuda.
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, cuuint64_t const*, cuuint64_t const*, cuuint32_t const*,
-                                 cuuint32_t const*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, cuuint64_t const*,
+                                 cuuint64_t const*, cuuint32_t const*, cuuint32_t const*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 inline EncodeTiled encode_tiled() {
     static EncodeTiled const function = [] {
@@ -88,7 +90,8 @@ inline EncodeTiled encode_tiled() {
 
 // (rows, heads, head_dim) with the given strides, read in boxes of Tile::kChunk columns and Tile::kRows rows of a head.
 template <class Element, class Tile>
-cudaError_t make_map(CUtensorMap& map, void const* data, int rows, int heads, int head_dim, int64_t row_stride, int64_t head_stride) {
+cudaError_t make_map(CUtensorMap& map, void const* data, int rows, int heads, int head_dim, int64_t row_stride,
+                     int64_t head_stride) {
     EncodeTiled const encode = encode_tiled();
     if (encode == nullptr) { return cudaErrorNotSupported; }
     if (rows == 1) { row_stride = head_dim; }  // strides of axes of length one are arbitrary; TMA checks them
@@ -96,10 +99,12 @@ cudaError_t make_map(CUtensorMap& map, void const* data, int rows, int heads, in
     cuuint64_t const sizes[3] = {cuuint64_t(head_dim), cuuint64_t(rows), cuuint64_t(heads)};
     cuuint64_t const strides[2] = {cuuint64_t(row_stride) * 2, cuuint64_t(head_stride) * 2};
     cuuint32_t const box[3] = {Tile::kChunk, Tile::kRows, 1}, steps[3] = {1, 1, 1};
-    auto const type = cute::is_same_v<Element, cutlass::bfloat16_t> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    auto const type = cute::is_same_v<Element, cutlass::bfloat16_t> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     auto const swizzle = Tile::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-    CUresult const result = encode(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult const result =
+        encode(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -107,14 +112,16 @@ cudaError_t make_map(CUtensorMap& map, void const* data, int rows, int heads, in
 template <class Element, class Tile>
 cudaError_t make_key_maps(FwdParams const& p, CUtensorMap (&k)[2], CUtensorMap (&v)[2]) {
     if (p.total_k > 0) {
-        FLASH_ATTN_TRY((make_map<Element, Tile>(k[0], p.k, p.total_k, p.num_heads_k, p.head_dim, p.k_row_stride, p.k_head_stride)));
-        FLASH_ATTN_TRY((make_map<Element, Tile>(v[0], p.v, p.total_k, p.num_heads_k, p.head_dim, p.v_row_stride, p.v_head_stride)));
+        FLASH_ATTN_TRY((
+            make_map<Element, Tile>(k[0], p.k, p.total_k, p.num_heads_k, p.head_dim, p.k_row_stride, p.k_head_stride)));
+        FLASH_ATTN_TRY((
+            make_map<Element, Tile>(v[0], p.v, p.total_k, p.num_heads_k, p.head_dim, p.v_row_stride, p.v_head_stride)));
     }
     if (p.total_context > 0) {
-        FLASH_ATTN_TRY((make_map<Element, Tile>(k[1], p.k_context, p.total_context, p.num_heads_k, p.head_dim, p.k_context_row_stride,
-                                                p.k_context_head_stride)));
-        FLASH_ATTN_TRY((make_map<Element, Tile>(v[1], p.v_context, p.total_context, p.num_heads_k, p.head_dim, p.v_context_row_stride,
-                                                p.v_context_head_stride)));
+        FLASH_ATTN_TRY((make_map<Element, Tile>(k[1], p.k_context, p.total_context, p.num_heads_k, p.head_dim,
+                                                p.k_context_row_stride, p.k_context_head_stride)));
+        FLASH_ATTN_TRY((make_map<Element, Tile>(v[1], p.v_context, p.total_context, p.num_heads_k, p.head_dim,
+                                                p.v_context_row_stride, p.v_context_head_stride)));
     }
     if (p.total_k <= 0) { k[0] = k[1], v[0] = v[1]; }
     if (p.total_context <= 0) { k[1] = k[0], v[1] = v[0]; }
@@ -131,12 +138,13 @@ inline cudaError_t num_multiprocessors(int& count) {
 template <class T, class Args>
 cudaError_t launch_over_queries(Args& args, int first_head, int num_heads, cudaStream_t stream) {
     FwdParams const& p = args.params;
-    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::TileQ>(args.maps.q, p.q, p.total_q, p.num_heads, p.head_dim, p.q_row_stride,
-                                                                      p.q_head_stride)));
+    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::TileQ>(args.maps.q, p.q, p.total_q, p.num_heads,
+                                                                     p.head_dim, p.q_row_stride, p.q_head_stride)));
     FLASH_ATTN_TRY((make_key_maps<typename T::Element, typename T::TileK>(p, args.maps.k, args.maps.v)));
     int64_t const keys = int64_t(p.total_k) + (p.k_context == p.k ? 0 : p.total_context);
     args.order = {p.plan.num_query_items, num_heads,
-                  section_heads(num_heads, p.num_heads / p.num_heads_k, keys * p.head_dim * 4, int64_t(32) << 20), first_head};
+                  section_heads(num_heads, p.num_heads / p.num_heads_k, keys * p.head_dim * 4, int64_t(32) << 20),
+                  first_head};
 
     int processors;
     FLASH_ATTN_TRY(num_multiprocessors(processors));
@@ -161,8 +169,8 @@ cudaError_t launch_dq(BwdParams const& p, cudaStream_t stream) {
     DqArgs args;
     args.params = f;
     args.bwd = p;
-    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::TileQ>(args.dout, p.dout, f.total_q, f.num_heads, f.head_dim, p.dout_row_stride,
-                                                                      p.dout_head_stride)));
+    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::TileQ>(
+        args.dout, p.dout, f.total_q, f.num_heads, f.head_dim, p.dout_row_stride, p.dout_head_stride)));
     int const group = f.num_heads / f.num_heads_k;
     return launch_over_queries<T>(args, p.head_k_begin * group, (p.head_k_end - p.head_k_begin) * group, stream);
 }
@@ -170,7 +178,8 @@ cudaError_t launch_dq(BwdParams const& p, cudaStream_t stream) {
 template <typename Element, int kHeadDim>
 cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
     if (p.total_q == 0) { return cudaSuccess; }
-    return p.softcap > 0.f ? launch_fwd<FwdTraits<Element, kHeadDim, true>>(p, stream) : launch_fwd<FwdTraits<Element, kHeadDim, false>>(p, stream);
+    return p.softcap > 0.f ? launch_fwd<FwdTraits<Element, kHeadDim, true>>(p, stream)
+                           : launch_fwd<FwdTraits<Element, kHeadDim, false>>(p, stream);
 }
 
 template <class T>
@@ -179,9 +188,10 @@ cudaError_t launch_bwd(BwdParams const& p, cudaStream_t stream) {
     FwdParams const& f = p.fwd;
     BwdArgs args;
     args.params = p;
-    FLASH_ATTN_TRY((make_map<Element, typename T::TileQ>(args.maps.rows[0], f.q, f.total_q, f.num_heads, f.head_dim, f.q_row_stride, f.q_head_stride)));
-    FLASH_ATTN_TRY((make_map<Element, typename T::TileQ>(args.maps.rows[1], p.dout, f.total_q, f.num_heads, f.head_dim, p.dout_row_stride,
-                                                          p.dout_head_stride)));
+    FLASH_ATTN_TRY((make_map<Element, typename T::TileQ>(args.maps.rows[0], f.q, f.total_q, f.num_heads, f.head_dim,
+                                                         f.q_row_stride, f.q_head_stride)));
+    FLASH_ATTN_TRY((make_map<Element, typename T::TileQ>(args.maps.rows[1], p.dout, f.total_q, f.num_heads, f.head_dim,
+                                                         p.dout_row_stride, p.dout_head_stride)));
     FLASH_ATTN_TRY((make_key_maps<Element, typename T::TileK>(f, args.maps.keys[0], args.maps.keys[1])));
     int const heads = p.head_k_end - p.head_k_begin;
     // All heads of an entry together: context tiles are nearly equally long, so CTAs that share rows stay in step, and the list's
@@ -198,9 +208,11 @@ template <typename Element, int kHeadDim>
 cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
     bool const softcap = p.fwd.softcap > 0.f;
     if (p.dq_accum == nullptr) {
-        return softcap ? launch_bwd<BwdTraits<Element, kHeadDim, true, false>>(p, stream) : launch_bwd<BwdTraits<Element, kHeadDim, false, false>>(p, stream);
+        return softcap ? launch_bwd<BwdTraits<Element, kHeadDim, true, false>>(p, stream)
+                       : launch_bwd<BwdTraits<Element, kHeadDim, false, false>>(p, stream);
     }
-    return softcap ? launch_bwd<BwdTraits<Element, kHeadDim, true, true>>(p, stream) : launch_bwd<BwdTraits<Element, kHeadDim, false, true>>(p, stream);
+    return softcap ? launch_bwd<BwdTraits<Element, kHeadDim, true, true>>(p, stream)
+                   : launch_bwd<BwdTraits<Element, kHeadDim, false, true>>(p, stream);
 }
 
 // dq without atomics, straight to p.dq; p.fwd.tile_counter is zero at launch.
@@ -219,7 +231,8 @@ cudaError_t run_bwd_post(BwdParams const& p, cudaStream_t stream) {
     unsigned const heads = p.head_k_end - p.head_k_begin;
     if (heads == 0) { return cudaSuccess; }
     if (p.dq_accum != nullptr && f.total_q > 0) {
-        dim3 const grid((f.total_q + kBlockRows - 1) / kBlockRows, heads * (f.num_heads / f.num_heads_k), kHeadDim / T::kDqColumns);
+        dim3 const grid((f.total_q + kBlockRows - 1) / kBlockRows, heads * (f.num_heads / f.num_heads_k),
+                        kHeadDim / T::kDqColumns);
         bwd_convert_dq<T><<<grid, 128, 0, stream>>>(p);
         FLASH_ATTN_TRY(cudaGetLastError());
     }

@@ -15,7 +15,7 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
     constexpr int kN = T::kBlockN, kD = T::kHeadDim;
     FwdParams const& p = args.params;
     BwdParams const& b = args.bwd;
-    int const warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+    int const warpgroup = uniform_warpgroup() - 1, lane = threadIdx.x % 32;
     int const thread_row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16 + lane / 4;
     bool const signals = threadIdx.x % 128 == 0;
     float const scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
@@ -32,8 +32,10 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
         s.q_full[q.stage].wait(q.phase);
         ItemRows const item = s.item_rows[q.stage];
         if (item.num_rows == 0) { break; }
-        uint32_t const desc_q = TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
-        uint32_t const desc_dout = TileQ::template descriptor<Major::K>(smem_address(s.dout[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
+        uint32_t const desc_q =
+            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
+        uint32_t const desc_dout =
+            TileQ::template descriptor<Major::K>(smem_address(s.dout[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
         float lse[2], delta[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -87,8 +89,8 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
             pack<Element>(packed, dprobs);
             pin(packed);
             wgmma_fence();
-            gemm_rs<Element, kD, kN / 16, TileK, Major::MN, false>(dq, packed,
-                                                                    TileK::template descriptor<Major::MN>(smem_address(s.k[ring.stage])));
+            gemm_rs<Element, kD, kN / 16, TileK, Major::MN, false>(
+                dq, packed, TileK::template descriptor<Major::MN>(smem_address(s.k[ring.stage])));
             wgmma_commit();
             ring.advance();
         }
@@ -99,8 +101,10 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
         if (lane == 0) { s.q_empty[q.stage].arrive(); }
         q.advance();
 
-        Element* const out = static_cast<Element*>(b.dq) + (item.row_begin + 64 * warpgroup) * b.dq_row_stride + item.head * b.dq_head_stride;
-        store_rows<Element, kD>(dq, p.softmax_scale, p.softmax_scale, out, b.dq_row_stride, item.num_rows - 64 * warpgroup, p.head_dim);
+        Element* const out = static_cast<Element*>(b.dq) + (item.row_begin + 64 * warpgroup) * b.dq_row_stride +
+                             item.head * b.dq_head_stride;
+        store_rows<Element, kD>(dq, p.softmax_scale, p.softmax_scale, out, b.dq_row_stride,
+                                item.num_rows - 64 * warpgroup, p.head_dim);
     }
     if (warpgroup == 0) { take_baton(); }
 }

@@ -21,7 +21,9 @@ using cute::SM90::GMMA::Major;
 using cute::SM90::GMMA::ScaleOut;
 
 // The products use only the N that every toolkit's base set has; CuTe would silently fall back to a small divisor.
-constexpr bool is_base_n(int n) { return n == 8 || n == 16 || n == 32 || n == 64 || n == 96 || n == 128 || n == 192 || n == 256; }
+constexpr bool is_base_n(int n) {
+    return n == 8 || n == 16 || n == 32 || n == 64 || n == 96 || n == 128 || n == 192 || n == 256;
+}
 
 constexpr int chunk_columns(int columns) { return columns % 64 == 0 ? 64 : 32; }
 
@@ -50,14 +52,17 @@ struct SmemTile {
     // Offset of the k-th step of 16 along the contracted axis.
     template <Major kMajor>
     static constexpr uint32_t step(int k) {
-        return kMajor == Major::K ? (16 * k / kChunk * kChunkBytes + 16 * k % kChunk * 2) / 16 : 16 * k * kRowBytes / 16;
+        return kMajor == Major::K ? (16 * k / kChunk * kChunkBytes + 16 * k % kChunk * 2) / 16
+                                  : 16 * k * kRowBytes / 16;
     }
 };
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
 
 // Keeps the compiler from moving uses of registers across the points where wgmma reads or writes them.
 template <int N>
@@ -72,16 +77,18 @@ __device__ __forceinline__ void pin(uint32_t (&r)[N]) {
 }
 
 template <class Op, int N, int... I, class... Operands>
-__device__ __forceinline__ void wgmma(float (&d)[N], std::integer_sequence<int, I...>, ScaleOut scale, Operands const&... operands) {
+__device__ __forceinline__ void wgmma(float (&d)[N], std::integer_sequence<int, I...>, ScaleOut scale,
+                                      Operands const&... operands) {
     Op::fma(operands..., d[I]..., scale);
 }
 
-// d (64 x kN) (+)= A B^T-style product over kSteps * 16; A and B from shared memory. Asynchronous: the caller fences, commits, waits.
+// d (64 x kN) = or += A B over kSteps * 16, A and B from shared memory. Asynchronous: the caller fences, commits, waits.
 template <class Element, int kN, int kSteps, class TileA, Major kMajorA, class TileB, Major kMajorB, bool kZero>
 __device__ __forceinline__ void gemm_ss(float (&d)[kN / 2], uint32_t a, uint32_t b) {
     static_assert(is_base_n(kN));
     using Op = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float,
-                                                         cute::Shape<cute::Int<64>, cute::Int<kN>, cute::Int<16>>, kMajorA, kMajorB>());
+                                                         cute::Shape<cute::Int<64>, cute::Int<kN>, cute::Int<16>>,
+                                                         kMajorA, kMajorB>());
     static_assert(sizeof(typename Op::CRegisters) == sizeof(float) * kN / 2);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -95,12 +102,13 @@ template <class Element, int kN, int kSteps, class TileB, Major kMajorB, bool kZ
 __device__ __forceinline__ void gemm_rs(float (&d)[kN / 2], uint32_t const (&a)[4 * kSteps], uint32_t b) {
     static_assert(is_base_n(kN));
     using Op = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float,
-                                                         cute::Shape<cute::Int<64>, cute::Int<kN>, cute::Int<16>>, Major::K, kMajorB>());
+                                                         cute::Shape<cute::Int<64>, cute::Int<kN>, cute::Int<16>>,
+                                                         Major::K, kMajorB>());
     static_assert(sizeof(typename Op::CRegisters) == sizeof(float) * kN / 2);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-        wgmma<Op>(d, std::make_integer_sequence<int, kN / 2>{}, kZero && k == 0 ? ScaleOut::Zero : ScaleOut::One, a[4 * k], a[4 * k + 1],
-                  a[4 * k + 2], a[4 * k + 3], TileB::template operand<kMajorB>(b, k));
+        wgmma<Op>(d, std::make_integer_sequence<int, kN / 2>{}, kZero && k == 0 ? ScaleOut::Zero : ScaleOut::One,
+                  a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3], TileB::template operand<kMajorB>(b, k));
     }
 }
 
@@ -138,7 +146,9 @@ __device__ __forceinline__ void settle(float const (&x)[N], uint32_t scratch) {
     uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) { bits |= __float_as_uint(x[i]); }
-    asm volatile("{\n.reg .pred never;\nsetp.lt.s32 never, %0, 0;\n@never st.shared.b32 [%1], %0;\n}" ::"r"(bits), "r"(scratch) : "memory");
+    asm volatile("{\n.reg .pred never;\nsetp.lt.s32 never, %0, 0;\n@never st.shared.b32 [%1], %0;\n}" ::"r"(bits),
+                 "r"(scratch)
+                 : "memory");
 }
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -150,7 +160,8 @@ struct FwdTraits {
     using Element = Element_;
     static constexpr Tiles kTile = tiles(kHeadDim_);
     static constexpr bool kSoftcap = kSoftcap_, kDqPass = kDqPass_;
-    static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.fwd_block_m, kBlockN = kDqPass ? kTile.pass_block_n : kTile.fwd_block_n;
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.fwd_block_m,
+                         kBlockN = kDqPass ? kTile.pass_block_n : kTile.fwd_block_n;
     static constexpr int kStages = 2;
     static constexpr int kConsumers = kBlockM / 64;
     static constexpr int kThreads = 128 * (kConsumers + 1);
