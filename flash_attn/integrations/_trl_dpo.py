@@ -20,7 +20,7 @@ import torch
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_cost import flop_cost_model
-from flash_attn.integrations._trl_models import IMPLEMENTATION, refusal, use_dualkv
+from flash_attn.integrations._trl_models import IMPLEMENTATION, trainer_refusal, use_dualkv
 from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats
 from flash_attn.integrations.transformers import multiplicity_mask, receipt, register
 from flash_attn.shared_prompt import PackedBatch, pack, unpack_responses
@@ -48,9 +48,7 @@ class SharedPairsMixin:
         register(IMPLEMENTATION)
         super().__init__(*args, **kwargs)
         models = [m for m in (self.model, self.ref_model) if m is not None]
-        reason = next((r for r in map(refusal, models) if r is not None), None)
-        if getattr(self, "_is_vlm", False):
-            reason = "vision-language models take multimodal inputs"
+        reason = trainer_refusal(self, models)
         cost_model = None
         if reason is None:
             cost_model = self.shared_prompt.cost_model or flop_cost_model(self.model)

@@ -13,6 +13,17 @@ from flash_attn.integrations.transformers import require_supported
 IMPLEMENTATION = "dualkv"
 
 
+def trainer_refusal(trainer: Any, models: list[torch.nn.Module]) -> str | None:
+    """Why this trainer cannot run on packs; None where it can."""
+    if getattr(trainer, "_is_vlm", False):
+        return "vision-language models take multimodal inputs"
+    if getattr(trainer.args, "use_transformers_continuous_batching", False):
+        return "use_transformers_continuous_batching generates with a paged attention of its own"
+    if getattr(trainer.args, "torch_compile", False):
+        return "torch_compile: every pack would be compiled anew, and compiled layers cannot be counted"
+    return next((reason for reason in map(refusal, models) if reason is not None), None)
+
+
 def refusal(model: torch.nn.Module) -> str | None:
     """Why this model cannot run on packs; None where it can."""
     peft_config = getattr(model, "active_peft_config", None)

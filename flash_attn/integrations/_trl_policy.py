@@ -15,7 +15,7 @@ from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_batch import HostRows, SharedStep
 from flash_attn.integrations._trl_cost import calibrate_passes, flop_cost_model
-from flash_attn.integrations._trl_models import IMPLEMENTATION, check_settings, refusal, use_dualkv
+from flash_attn.integrations._trl_models import IMPLEMENTATION, check_settings, trainer_refusal, use_dualkv
 from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats
 from flash_attn.integrations._trl_shuffle import GroupShuffleMixin
 from flash_attn.integrations.transformers import packed_forward, register
@@ -61,11 +61,7 @@ class SharedPromptMixin(GroupShuffleMixin):
         super().__init__(*args, **kwargs)
         check_settings(self.shared_prompt, self.args, self.accelerator.num_processes)
         models = [m for m in (self.model, self.ref_model) if m is not None]
-        self._refusal = next((r for r in map(refusal, models) if r is not None), None)
-        if getattr(self.args, "use_transformers_continuous_batching", False):
-            self._refusal = "use_transformers_continuous_batching generates with a paged attention of its own"
-        if getattr(self, "_is_vlm", False):
-            self._refusal = "vision-language models take multimodal inputs"
+        self._refusal = trainer_refusal(self, models)
         if self._refusal is None:
             for model in models:
                 use_dualkv(model)

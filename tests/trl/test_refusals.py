@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_rows_without_a_common_prompt_and_empty_prompts_fall_back(folder):
         trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 5)
 
 
-def test_prompt_learning_and_paged_generation_are_refused(folder):
+def test_prompt_learning_paged_generation_and_compilation_are_refused(folder):
     from peft import PromptTuningConfig
 
     from flash_attn.integrations._trl_models import refusal
@@ -118,9 +119,22 @@ def test_prompt_learning_and_paged_generation_are_refused(folder):
         SharedPromptWarning, match="PromptTuningConfig adds virtual tokens in front of each row"
     ):
         trainer._get_per_token_logps_and_entropies(trainer.model, *rows(), 5)
-    trainer = tiny_trainer(folder, changes={"use_transformers_continuous_batching": True})
-    with pytest.warns(SharedPromptWarning, match="paged attention of its own"):
-        trainer._get_per_token_logps_and_entropies(trainer.model, *rows(), 5)
+    for name, reason in (
+        ("use_transformers_continuous_batching", "paged attention of its own"),
+        ("torch_compile", "every pack would be compiled anew"),
+    ):
+        trainer = tiny_trainer(folder, changes={name: True})
+        with pytest.warns(SharedPromptWarning, match=reason):
+            trainer._get_per_token_logps_and_entropies(trainer.model, *rows(), 5)
+
+
+def test_vision_language_trainers_are_refused_before_their_models_are_looked_at():
+    from flash_attn.integrations._trl_models import trainer_refusal
+
+    trainer = SimpleNamespace(_is_vlm=True, args=SimpleNamespace())
+    assert trainer_refusal(trainer, []) == "vision-language models take multimodal inputs"
+    trainer._is_vlm = False
+    assert trainer_refusal(trainer, []) is None
 
 
 @pytest.mark.parametrize("empty", [[1], [0, 2], [0, 1, 2, 3]])
