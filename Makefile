@@ -1,4 +1,5 @@
-# Every target creates what it needs: a virtual environment in .venv, with pinned versions (requirements/).
+# Every target creates what it needs: a virtual environment in .venv, with pinned versions (requirements/). Those that
+# run in a GPU machine's own Python (PYTHON=...: test-gpu, install, bench, bench-full) take its torch and pytest as they are.
 # A CPU-only machine elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gets the small build of torch.
 PYTHON ?= python3
 VENV   ?= .venv
@@ -26,9 +27,10 @@ test: $(VENV)/test.stamp  ## the CPU tests
 test-trl: $(TRL_VENV)/trl.stamp  ## the tests of the TRL trainers, in an environment of their own
 	$(TRL_VENV)/bin/python -m pytest tests/trl -m "$(LOCAL_TESTS)" $(ARGS)
 
-test-gpu:  ## the GPU tests, both code paths, in the Python that runs; writes benchmarks/results/<gpu>/tests.json
+test-gpu:  ## the GPU tests, both code paths and the composed backend, in the Python that runs; writes benchmarks/results/<gpu>/tests*.json
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) tests/gpu/run_isolated.py --out benchmarks/results/$(GPU)/tests.json $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(wildcard tests/test_*.py) --ignore-glob "tests/gpu/test_*" -m "gpu or multi_gpu" --gpu-report benchmarks/results/$(GPU)/tests_composed.json
 
 install:  ## install into the Python that runs (CUDA library where a GPU is visible or FLASH_ATTN_CUDA_ARCHS is set)
 	$(PYTHON) -m pip install "setuptools>=77" wheel ninja
@@ -38,14 +40,14 @@ install:  ## install into the Python that runs (CUDA library where a GPU is visi
 wheel: $(VENV)/dev.stamp  ## build dist/*.whl (CUDA library as for install)
 	$(BIN)/python -m build --wheel --no-isolation $(ARGS)
 
-kernels: $(VENV)/dev.stamp  ## compile one kernel per arch and pass, read the compiler's report and the machine code (no GPU)
+kernels: $(VENV)/dev.stamp  ## compile one kernel per arch and pass, read the compiler's report and the machine code (nvcc, no GPU)
 	$(BIN)/python csrc/flash_attn/kernels.py --archs "80;90" --gpus "80;90" --head-dims 64 --dtypes bf16 --strict --out build/check
 	$(BIN)/python tests/check_library.py build/check/_C.so
 
 bench:  ## time the kernels against torch's, in the Python that runs; writes benchmarks/results/<gpu>/kernels.json
 	$(PYTHON) benchmarks/run.py --cases quick,plain --out benchmarks/results/$(GPU)/kernels.json $(ARGS)
 
-bench-full:  ## all cases and head dims (about 15 minutes)
+bench-full:  ## all cases and head dims, to kernels_full.json
 	$(PYTHON) benchmarks/run.py --cases main,small,head_dims,long,plain --out benchmarks/results/$(GPU)/kernels_full.json $(ARGS)
 
 report: $(VENV)/demo.stamp  ## fill the README's measured blocks from benchmarks/results
@@ -56,7 +58,7 @@ lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/mypy
 
 clean:  ## remove what the other targets made, the environment too
-	rm -rf "$(VENV)" "$(TRL_VENV)" build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf "$(VENV)" "$(TRL_VENV)" build dist out flash_attn/_C.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and by version, so that no resolver picks a newer one of several gigabytes; then this package without

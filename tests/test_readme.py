@@ -121,10 +121,16 @@ def test_what_is_not_yet_there_is_not_there():
     )
     built = {path.stem for path in (ROOT / "flash_attn" / "integrations").glob("*.py")}
     built |= {path.stem for path in (ROOT / "flash_attn" / "shared_prompt").glob("*.py")}
+    built |= {path.name for path in (ROOT / "flash_attn").iterdir()}
+    built |= {path.stem for path in ROOT.glob("*.py")}
     for word, module in {
         "veRL": "verl",
         "OpenRLHF": "openrlhf",
         "Ulysses": "ulysses",
+        "`layers`": "layers",
+        "`ops`": "ops",
+        "`losses`": "losses",
+        "`flash_attn_2_cuda`": "flash_attn_2_cuda",
     }.items():
         assert (word in not_yet) != (module in built), f"{word}: the table and {module}.py disagree"
 
