@@ -10,8 +10,7 @@ import pytest
 import torch
 
 # Without trl (the environment of `make test`) nothing here can be imported. This very folder looks like a
-# module
-# of that name, but one without a file of its own.
+# module of that name, but one without a file of its own.
 _trl = importlib.util.find_spec("trl")
 collect_ignore_glob = ["*"] if _trl is None or _trl.origin is None else []
 sys.path.insert(0, str(Path(__file__).parent))
