@@ -9,6 +9,7 @@
 #include "../common/fragments.h"
 #include "../common/mask.h"
 #include "../common/softmax.h"
+#include "bwd_load.h"
 #include "schedule.h"
 #include "traits.h"
 
@@ -33,168 +34,11 @@ __device__ __forceinline__ void add_dq_tile(float* tile, float const (&v)[4]) {
 #endif
 }
 
-__device__ __forceinline__ int load_shared_int(uint32_t address) {
-    int x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ void store_shared_int(uint32_t address, int x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
-__device__ __forceinline__ float load_shared(uint32_t address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
-}
-
-// The item and the walk over its (query head, row block) pairs, in shared memory: registers are the backward's limit, so
-// these uniform values are read again where they are used. Warp 0 looks at the spans of 32 blocks at once and appends
-// those that see the tile to a ring; everyone reads entry `i` of it.
-template <typename T>
-struct RowBlocks {
-    static constexpr int kAhead = 64, kPeriod = 32;  // after refill(i), i % kPeriod == 0, entries to i + kAhead - 1 are there
-    static_assert(T::kListEntries >= kAhead + 32 + 2);
-    static constexpr int kProduced = 32, kNextHead = 36, kNextBlock = 40;  // producer's state, behind the item's 32 bytes
-
-    uint32_t const shared;
-    BlockSpan const* const spans;
-    int const num_heads;  // query heads of a kv head
-
-    __device__ int item(int field) const { return load_shared_int(shared + T::kItem + 4 * field); }
-    __device__ int region() const { return item(0); }
-    __device__ int key_begin() const { return item(1); }
-    __device__ int num_keys() const { return item(2); }
-    __device__ int row_begin() const { return item(3); }
-    __device__ int row_end() const { return item(4); }
-    __device__ int head_k() const { return item(5); }
-    __device__ int split() const { return item(6); }
-
-    __device__ void start(KeyItem const& i, int head_k) const {  // one thread
-        uint32_t const at = shared + T::kItem;
-        store_shared_int(at, i.region), store_shared_int(at + 4, i.key_begin), store_shared_int(at + 8, i.num_keys);
-        store_shared_int(at + 12, i.row_begin), store_shared_int(at + 16, i.row_end);
-        store_shared_int(at + 20, head_k), store_shared_int(at + 24, i.split);
-        store_shared_int(at + kProduced, 0);
-        store_shared_int(at + kNextHead, i.row_begin < i.row_end ? 0 : num_heads);
-        store_shared_int(at + kNextBlock, (i.row_end - 1) / T::kBlockM);
-    }
-    __device__ void refill(int consumed) const {  // warp 0
-        int const lane = threadIdx.x % 32, begin = key_begin(), end = begin + num_keys(), tile_end = begin + T::kBlockN;
-        int const first = row_begin() / T::kBlockM, last = (row_end() - 1) / T::kBlockM;
-        int const first_head = head_k() * num_heads;
-        int produced = item(kProduced / 4), head = item(kNextHead / 4), m = item(kNextBlock / 4);
-        while (produced < consumed + kAhead && head < num_heads) {
-            int const mine = m - lane;
-            bool seen = false, clean = end == tile_end;
-            if (mine >= first) {
-                int const block = mine * T::kBlockM / kBlockRows;
-#pragma unroll
-                for (int b = block; b < block + (T::kBlockM + kBlockRows - 1) / kBlockRows; ++b) {
-                    if (b > block && b * kBlockRows >= row_end()) break;
-                    KeySpan const span = load_key_span(region() ? &spans[b].context : &spans[b].decoded);
-                    seen |= span.begin < end && span.end > begin;
-                    clean &= is_clean(span, begin, end);
-                }
-            }
-            unsigned const mask = __ballot_sync(0xffffffffu, seen);
-            if (seen) put(produced + __popc(mask & ((1u << lane) - 1)), first_head + head, mine, clean);
-            produced += __popc(mask);
-            m -= 32;
-            if (m < first) m = last, ++head;
-        }
-        if (lane == 0) {
-            if (head >= num_heads) put(produced, -1, 0, false), put(produced + 1, -1, 0, false);
-            store_shared_int(shared + T::kItem + kProduced, produced);
-            store_shared_int(shared + T::kItem + kNextHead, head);
-            store_shared_int(shared + T::kItem + kNextBlock, m);
-        }
-        __syncwarp();
-    }
-    __device__ uint32_t entry(int i) const { return shared + T::kList + i % T::kListEntries * 8; }
-    __device__ void put(int i, int head, int m, bool clean) const {
-        store_shared_int(entry(i), head);
-        store_shared_int(entry(i) + 4, 2 * m + (clean ? 1 : 0));
-    }
-    __device__ int head(int i) const { return load_shared_int(entry(i)); }  // query head; -1 in the two entries behind the last
-    __device__ int block(int i) const { return static_cast<unsigned>(load_shared_int(entry(i) + 4)) >> 1; }
-    __device__ bool clean(int i) const { return load_shared_int(entry(i) + 4) & 1; }
-};
-
-// Keys from the tile's start that some row of the item may see: keys behind them (padding behind the last segment may hold
-// anything) must not be read.
-template <int kThreads>
-__device__ __forceinline__ int count_seen_keys(Plan const& plan, KeyItem const& item, uint32_t scratch) {
-    if (item.row_begin >= item.row_end) return 0;
-    int const key_end = item.key_begin + item.num_keys;
-    RowSpan const& last = plan.row_span[item.row_end - 1];
-    if ((item.region ? last.context_end : last.decoded_end) >= key_end) return item.num_keys;
-    int end = 0;
-#pragma unroll 1
-    for (int b = item.row_begin / kBlockRows + threadIdx.x; b <= (item.row_end - 1) / kBlockRows; b += kThreads)
-        end = max(end, item.region ? plan.block_span[b].context.end : plan.block_span[b].decoded.end);
-    end = __reduce_max_sync(0xffffffffu, end);
-    store_shared_int(scratch + threadIdx.x / 32 * 4, end);
-    __syncthreads();
-    for (int w = 0; w < kThreads / 32; ++w) end = max(end, load_shared_int(scratch + w * 4));
-    __syncthreads();
-    return max(0, min(end, key_end) - item.key_begin);
-}
-
+// Barrier of the kThreads threads whose warps share a key slab.
 template <int kThreads>
 __device__ __forceinline__ void slab_barrier(int slab) {
     asm volatile("bar.sync %0, %1;" ::"r"(slab + 1), "n"(kThreads) : "memory");
 }
-
-template <typename T>
-struct BackwardLoader {
-    using Element = typename T::Element;
-    BwdParams const& p;
-    RowBlocks<T> const& blocks;
-    uint32_t const shared;
-
-    __device__ void keys(KeyItem const& item, int head_k, int num_seen) const {
-        FwdParams const& f = p.fwd;
-        auto const one = [&](uint32_t tile, void const* base, int64_t row_stride, int64_t head_stride) {
-            auto const* source = static_cast<Element const*>(base) + item.key_begin * row_stride + head_k * head_stride;
-            load_rows<T::kBlockN, T::kHeadDim, T::kThreads>(tile, source, row_stride, 0, num_seen, f.head_dim);
-        };
-        bool const context = item.region != 0;
-        one(shared + T::kKey, context ? f.k_context : f.k, context ? f.k_context_row_stride : f.k_row_stride,
-            context ? f.k_context_head_stride : f.k_head_stride);
-        one(shared + T::kValue, context ? f.v_context : f.v, context ? f.v_context_row_stride : f.v_row_stride,
-            context ? f.v_context_head_stride : f.v_head_stride);
-    }
-    // Rows outside the item's range (other groups, padding) become zero in q, dout, lse and D: their P is then finite and
-    // meets only zeros.
-    __device__ void rows(uint32_t tile, void const* base, int64_t row_stride, int64_t head_stride, int head, int m) const {
-        int const row = m * T::kBlockM;
-        auto const* source = static_cast<Element const*>(base) + row * row_stride + head * head_stride;
-        load_rows<T::kBlockM, T::kHeadDim, T::kThreads>(tile, source, row_stride, blocks.row_begin() - row, blocks.row_end() - row,
-                                                        p.fwd.head_dim);
-    }
-    // q and stats of pair i, dout with it where `with_dout`; nothing behind the last pair.
-    __device__ void query(int stage, int i, bool with_dout) const {
-        int const head = blocks.head(i), m = blocks.block(i);
-        if (head < 0) return;
-        rows(shared + T::kQuery + stage * T::kRowBytes, p.fwd.q, p.fwd.q_row_stride, p.fwd.q_head_stride, head, m);
-        if (with_dout) dout(T::kDoutStages == 2 ? stage : 0, i);
-        stats(i & 1, head, m);
-    }
-    __device__ void dout(int stage, int i) const {
-        int const head = blocks.head(i), m = blocks.block(i);
-        if (head < 0) return;
-        rows(shared + T::kDout + stage * T::kRowBytes, p.dout, p.dout_row_stride, p.dout_head_stride, head, m);
-    }
-    __device__ void stats(int stage, int head, int m) const {
-        static_assert(2 * T::kBlockM <= T::kThreads);
-        int const i = threadIdx.x, row = m * T::kBlockM + i % T::kBlockM;
-        if (i >= 2 * T::kBlockM) return;
-        float const* source = (i < T::kBlockM ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row;
-        copy_async_4(shared + T::kStats + stage * T::kStatBytes + i * 4, source, row >= blocks.row_begin() && row < blocks.row_end());
-    }
-};
 
 // Spans of a warp's rows applied to its scores; read from global memory, since few tiles of few items need them.
 template <typename T, int MT, int NT>

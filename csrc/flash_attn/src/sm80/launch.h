@@ -1,6 +1,9 @@
 // Host side of the mma.sync kernels: picks the tile, sizes the grid, launches. One instantiation per element type and head dim.
 #pragma once
 
+#include <initializer_list>
+#include <type_traits>
+
 #include "../common/launch.h"
 #include "bwd_mainloop.h"
 #include "fwd_mainloop.h"
@@ -63,7 +66,7 @@ inline bool strides_fit(FwdParams const& p, int64_t dout_row_stride = 0) {
 
 template <typename Element, int kHeadDim>
 cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
-    if (!strides_fit(p)) return cudaErrorInvalidValue;
+    if (!strides_fit(p)) return cudaErrorNotSupported;
     int const row = find_tile(kForwardTiles, kHeadDim, shared_memory_limit(), &ForwardTile::shared_bytes);
     return with_row<kHeadDim, kForwardTiles>(row, [&](auto constant) {
         using T = typename ForwardOf<Element, decltype(constant)::value>::Traits;
@@ -75,7 +78,7 @@ cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
 
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
-    if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorInvalidValue;
+    if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorNotSupported;
     int const row = find_tile(kBackwardTiles, kHeadDim, shared_memory_limit(), &BackwardTile::shared_bytes);
     return with_row<kHeadDim, kBackwardTiles>(row, [&](auto constant) {
         using T = typename BackwardOf<Element, decltype(constant)::value>::Traits;
@@ -91,7 +94,7 @@ cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
 
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd_dq(BwdParams const& p, cudaStream_t stream) {
-    if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorInvalidValue;
+    if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorNotSupported;
     int const row = find_tile(kDqTiles, kHeadDim, shared_memory_limit(), &ForwardTile::pass_shared_bytes);
     return with_row<kHeadDim, kDqTiles>(row, [&](auto constant) {
         using T = typename DqPassOf<Element, decltype(constant)::value>::Traits;

@@ -1,7 +1,8 @@
 // Tile sizes of the mma.sync kernels: data, with what limits each row. Host and device.
 //
-// A block may use 227 KB of shared memory on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on sm_86, sm_89 and sm_120:
-// of the rows of a head dim the first that fits is taken. The plan is built for its block_m and block_n.
+// A block may use 227 KB of shared memory on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on sm_86, sm_89 and sm_120,
+// and a multiprocessor has 1 KB more. Of the rows of a head dim the first is taken whose blocks_per_sm fit together, else the
+// last. The plan is built for its block_m and block_n.
 #pragma once
 
 #include "../../params.h"
@@ -30,8 +31,10 @@ struct BackwardTile {
 
 constexpr ForwardTile kForwardTiles[] = {
     {64, 128, 96, 4, 3, 2, true},    // registers: O 64 + S 96 + P 48
+    {64, 128, 64, 4, 3, 2, true},    // 99 KB GPUs
     {96, 128, 64, 4, 3, 2, false},   // registers: O 96 + S 64
-    {128, 128, 64, 4, 3, 2, false},  // registers: O 128 + S 64 of 255
+    {128, 128, 64, 4, 3, 2, false},  // registers: O 128 + S 64 of 255; the third slot gains 1 %
+    {128, 128, 64, 4, 2, 2, false},  // 163 KB GPUs: two blocks would need 166 KB; 99 KB GPUs: one block
     {192, 64, 64, 4, 2, 3, false},   // registers: O 96 + S 32 of 168; 32 rows a warp would need 192 + 64
     {256, 64, 64, 4, 2, 2, false},   // registers: O 128 + S 32; shared memory: 97 KB
 };
@@ -62,14 +65,14 @@ constexpr BackwardTile kBackwardTiles[] = {
     {256, 32, 32, 4, 2, 2, 2, 1, 1, 1},   // 99 KB GPUs
 };
 
-// Row of the first tile of a head dim that fits, or of its last one (whose launch then fails by name); -1 for unknown dims.
+// Row of the tile for a head dim; -1 for unknown dims. Where not even the last row fits, its launch fails by name.
 template <typename Tile, int kCount>
 constexpr int find_tile(Tile const (&tiles)[kCount], int head_dim, int shared_bytes, int (Tile::*need)() const) {
     int found = -1;
     for (int row = 0; row < kCount; ++row) {
         if (tiles[row].head_dim != head_dim) continue;
         found = row;
-        if ((tiles[row].*need)() <= shared_bytes) break;
+        if (tiles[row].blocks_per_sm * ((tiles[row].*need)() + 1024) <= shared_bytes + 1024) break;
     }
     return found;
 }
