@@ -5,6 +5,9 @@ Gathers and scatters through the maps of a `PackedBatch`: differentiable, no hos
 
 from __future__ import annotations
 
+import functools
+import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -12,14 +15,31 @@ import torch
 from flash_attn.shared_prompt.packing import PackedBatch
 
 
+def _check_fill(fill: float, dtype: torch.dtype) -> None:
+    """Raises unless `dtype` holds `fill` (floating point: rounded, but not to infinity)."""
+    if not isinstance(fill, numbers.Real):
+        raise TypeError(f"fill must be a number, got {type(fill).__name__}")
+    if dtype.is_floating_point or dtype.is_complex:
+        held = not math.isfinite(fill) or abs(fill) <= torch.finfo(dtype).max
+    else:
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        held = math.isfinite(fill) and fill == int(fill) and low <= fill <= high
+    if not held:
+        raise ValueError(f"fill must be a value of {dtype} like values, got {fill}")
+
+
 def _gather_grid(values: torch.Tensor, index: torch.Tensor, fill: float) -> torch.Tensor:
+    _check_fill(fill, values.dtype)
     if values.shape[0] == 0:
         return values.new_full((*index.shape, *values.shape[1:]), fill)
     grid = values.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *values.shape[1:])
-    return grid.where((index >= 0).view(*index.shape, *[1] * (values.dim() - 1)), fill)
+    # Not torch.where: it would promote integers to the dtype of the fill.
+    return grid.masked_fill((index < 0).view(*index.shape, *[1] * (values.dim() - 1)), fill)
 
 
 def _check_size(name: str, values: torch.Tensor, sizes: tuple[int, ...], what: str) -> None:
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor here, got {type(values).__name__}")
     if tuple(values.shape[: len(sizes)]) != sizes:
         raise ValueError(f"{name} must be ({what}, ...) = {sizes} first, got {list(values.shape)}")
 
@@ -30,8 +50,8 @@ def unpack(
     """Per-pack-row values (T, ...) at the caller's tokens: (B, W, ...), or for lists one (tokens of row, ...)
     per row.
 
-    `fill` stands at masked tokens. Rows of a group receive the same value at shared tokens; gradients add up
-    there.
+    `fill` stands at masked tokens; the result has the dtype of `values`, which must hold it (ValueError).
+    Rows of a group receive the same value at shared tokens; gradients add up there.
     """
     _check_size("values", values, (packed.layout.num_rows,), "num_rows")
     grid = _gather_grid(values, packed.grid_to_packed, fill)
@@ -48,7 +68,7 @@ def unpack_responses(
     values: torch.Tensor, packed: PackedBatch, *, fill: float = 0.0
 ) -> torch.Tensor | list[torch.Tensor]:
     """Per-response-token values (n, ...), as `log_probs` gives them: (B, response width, ...), or for lists
-    one per row.
+    one per row. `fill` as in `unpack`.
     """
     _check_size("values", values, (packed.labels.shape[0],), "num_response_tokens")
     grid = _gather_grid(values, packed.grid_to_response, fill)
@@ -58,20 +78,29 @@ def unpack_responses(
 
 
 def _as_grid(name: str, values: torch.Tensor | Sequence[torch.Tensor], lens: list[int]) -> torch.Tensor:
+    """The values of a batch of lists as (num_rows, longest row, ...), right-padded."""
     if isinstance(values, torch.Tensor):
+        _check_size(name, values, (len(lens), max(lens, default=0)), "num_rows, longest row")
         return values
-    if [len(v) for v in values] != lens:
-        raise ValueError(
-            f"{name} must have one value per token of each row {lens}, got {[len(v) for v in values]}"
-        )
-    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(v) for v in values], batch_first=True)
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+        raise TypeError(f"{name} must be a tensor or one sequence per row, got {type(values).__name__}")
+    rows = [torch.as_tensor(v) for v in values]
+    got = [len(row) if row.dim() else None for row in rows]
+    if got != lens:
+        raise ValueError(f"{name} must have one value per token of each row {lens}, got {got}")
+    if not rows:
+        return torch.zeros(0, 0)
+    # pad_sequence would cast to the first row's dtype, and an empty list is float32 whatever it stands for.
+    dtypes = [row.dtype for row in rows if len(row)] or [rows[0].dtype]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return torch.nn.utils.rnn.pad_sequence([row.to(dtype) for row in rows], batch_first=True)
 
 
 def pack_tokens(values: torch.Tensor | Sequence[torch.Tensor], packed: PackedBatch) -> torch.Tensor:
     """Per-token values of the caller (B, W, ...), or lists, as (T, ...).
 
-    A shared row takes the value of its group's first row; rows behind `layout.total` that of the grid's first
-    token.
+    For a batch packed from lists, a tensor is (B, longest row, ...), right-padded. A shared row takes the
+    value of its group's first row; rows behind `layout.total` that of the grid's first token.
     """
     shape = packed.grid_to_packed.shape
     if packed.list_lens is not None:
@@ -83,7 +112,6 @@ def pack_tokens(values: torch.Tensor | Sequence[torch.Tensor], packed: PackedBat
             columns[i, :p], columns[i, width : width + r] = torch.arange(p), torch.arange(p, p + r)
         columns = columns.to(rows.device)
         values = rows[torch.arange(shape[0], device=rows.device)[:, None], columns]
-    assert isinstance(values, torch.Tensor)
     _check_size("values", values, tuple(shape), "num_rows, width")
     if shape.numel() == 0:
         return values.new_zeros((packed.layout.num_rows, *values.shape[2:]))
@@ -99,7 +127,6 @@ def pack_responses(values: torch.Tensor | Sequence[torch.Tensor], packed: Packed
     shape = packed.grid_to_response.shape
     if packed.list_lens is not None:
         values = _as_grid("values", values, [r for _, r in packed.list_lens])
-    assert isinstance(values, torch.Tensor)
     _check_size("values", values, tuple(shape), "num_rows, response width")
     out = values.new_zeros((packed.labels.shape[0] + 1, *values.shape[2:]))
     slot = packed.grid_to_response.flatten()
