@@ -37,11 +37,15 @@ def _gather_grid(values: torch.Tensor, index: torch.Tensor, fill: float) -> torc
     return grid.masked_fill((index < 0).view(*index.shape, *[1] * (values.dim() - 1)), fill)
 
 
-def _check_size(name: str, values: torch.Tensor, sizes: tuple[int, ...], what: str) -> None:
+def _sized(
+    name: str, values: torch.Tensor | Sequence[torch.Tensor], sizes: tuple[int, ...], what: str
+) -> torch.Tensor:
+    """`values`; raises unless they are a tensor whose first sizes are `sizes`."""
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} must be a tensor here, got {type(values).__name__}")
     if tuple(values.shape[: len(sizes)]) != sizes:
         raise ValueError(f"{name} must be ({what}, ...) = {sizes} first, got {list(values.shape)}")
+    return values
 
 
 def unpack(
@@ -53,7 +57,7 @@ def unpack(
     `fill` stands at masked tokens; the result has the dtype of `values`, which must hold it (ValueError).
     Rows of a group receive the same value at shared tokens; gradients add up there.
     """
-    _check_size("values", values, (packed.layout.num_rows,), "num_rows")
+    values = _sized("values", values, (packed.layout.num_rows,), "num_rows")
     grid = _gather_grid(values, packed.grid_to_packed, fill)
     if packed.list_lens is None:
         return grid
@@ -70,7 +74,7 @@ def unpack_responses(
     """Per-response-token values (n, ...), as `log_probs` gives them: (B, response width, ...), or for lists
     one per row. `fill` as in `unpack`.
     """
-    _check_size("values", values, (packed.labels.shape[0],), "num_response_tokens")
+    values = _sized("values", values, (packed.labels.shape[0],), "num_response_tokens")
     grid = _gather_grid(values, packed.grid_to_response, fill)
     if packed.list_lens is None:
         return grid
@@ -80,8 +84,7 @@ def unpack_responses(
 def _as_grid(name: str, values: torch.Tensor | Sequence[torch.Tensor], lens: list[int]) -> torch.Tensor:
     """The values of a batch of lists as (num_rows, longest row, ...), right-padded."""
     if isinstance(values, torch.Tensor):
-        _check_size(name, values, (len(lens), max(lens, default=0)), "num_rows, longest row")
-        return values
+        return _sized(name, values, (len(lens), max(lens, default=0)), "num_rows, longest row")
     if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
         raise TypeError(f"{name} must be a tensor or one sequence per row, got {type(values).__name__}")
     rows = [torch.as_tensor(v) for v in values]
@@ -112,7 +115,7 @@ def pack_tokens(values: torch.Tensor | Sequence[torch.Tensor], packed: PackedBat
             columns[i, :p], columns[i, width : width + r] = torch.arange(p), torch.arange(p, p + r)
         columns = columns.to(rows.device)
         values = rows[torch.arange(shape[0], device=rows.device)[:, None], columns]
-    _check_size("values", values, tuple(shape), "num_rows, width")
+    values = _sized("values", values, tuple(shape), "num_rows, width")
     if shape.numel() == 0:
         return values.new_zeros((packed.layout.num_rows, *values.shape[2:]))
     return values.flatten(0, 1).index_select(0, packed.packed_to_grid)
@@ -127,7 +130,7 @@ def pack_responses(values: torch.Tensor | Sequence[torch.Tensor], packed: Packed
     shape = packed.grid_to_response.shape
     if packed.list_lens is not None:
         values = _as_grid("values", values, [r for _, r in packed.list_lens])
-    _check_size("values", values, tuple(shape), "num_rows, response width")
+    values = _sized("values", values, tuple(shape), "num_rows, response width")
     out = values.new_zeros((packed.labels.shape[0] + 1, *values.shape[2:]))
     slot = packed.grid_to_response.flatten()
     slot = slot.where(slot >= 0, packed.labels.shape[0])  # masked tokens fall into one row that is cut off
