@@ -7,6 +7,7 @@ import itertools
 import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -173,6 +174,31 @@ def test_empty_batch_is_a_layout():
             dict(prompt_lens=[2], response_lens=[[torch.tensor(1)]]),
             TypeError,
             r"response_lens\[0\]\[0\] must be a Python int",
+        ),
+        (
+            dict(prompt_lens=np.array([[3]]), response_lens=[[1]]),
+            TypeError,
+            r"prompt_lens\[0\] must be a Python int, got ndarray",
+        ),
+        (
+            dict(prompt_lens=np.array(3), response_lens=[[1]]),
+            TypeError,
+            r"prompt_lens must be a sequence of Python ints, got ndarray",
+        ),
+        (
+            dict(prompt_lens={2}, response_lens=[[1]]),
+            TypeError,
+            r"prompt_lens must be a sequence of Python ints, got set",
+        ),
+        (
+            dict(prompt_lens=[2], response_lens={0: [1]}),
+            TypeError,
+            r"response_lens must be a sequence of Python ints, got dict",
+        ),
+        (
+            dict(prompt_lens=[2], response_lens=[{1}]),
+            TypeError,
+            r"response_lens\[0\] must be a sequence of Python ints, got set",
         ),
         (
             dict(prompt_lens=[2**31], response_lens=[[1]]),

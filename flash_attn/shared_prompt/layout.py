@@ -8,7 +8,9 @@ lengths again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import operator
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -27,7 +29,10 @@ def check_boundary(boundary: str) -> None:
 
 def _length(name: str, value: Any, minimum: int) -> int:
     # Anything with an index (NumPy integers too), but no tensor: reading one from a GPU waits for it.
-    length = None if isinstance(value, (bool, torch.Tensor)) else getattr(value, "__index__", lambda: None)()
+    length = None
+    if not isinstance(value, (bool, torch.Tensor)):
+        with contextlib.suppress(TypeError):
+            length = operator.index(value)
     if length is None:
         raise TypeError(f"{name} must be a Python int, got {type(value).__name__} {value!r}")
     if length < minimum:
@@ -36,7 +41,9 @@ def _length(name: str, value: Any, minimum: int) -> int:
 
 
 def _check_sequence(name: str, value: Any) -> None:
-    if isinstance(value, (torch.Tensor, str, bytes)) or not hasattr(value, "__len__"):
+    unordered = isinstance(value, (torch.Tensor, str, bytes, Set, Mapping))
+    # An array without dimensions has a length method, which raises.
+    if unordered or not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a sequence of Python ints, got {type(value).__name__}")
 
 
