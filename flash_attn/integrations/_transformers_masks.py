@@ -42,9 +42,10 @@ def dualkv_mask(
 
     Five dimensions, because models hand masks of two or four dimensions of their own to attention, and
     because Gemma-4 cuts masks to the last queries (`mask[:, :, -n:, :]`), which these survive. Raises
-    NotImplementedError for patterns that neither can express (chunks, blocks, masks of the caller's own).
+    NotImplementedError for patterns that neither can express (chunks, blocks, masks of the caller's own);
+    ValueError for a mask with fewer columns than tokens so far. Further columns are ignored.
     """
-    sequence_ids = None
+    sequence_ids, bidirectional = None, False
     for name, function in _parts(mask_function):
         if name not in _EXPRESSIBLE:
             raise NotImplementedError(
@@ -52,18 +53,26 @@ def dualkv_mask(
             )
         if name == "packed_sequence_mask_function":
             sequence_ids = _closure(function)["packed_sequence_mask"]
+        bidirectional |= "bidirectional" in name
     if attention_mask is not None and attention_mask.dim() == 5:
         return attention_mask  # generation with static caches makes its masks before the model's forward does
+    # The last query stands at the last key that is in use: a static cache has room behind it, which no mask
+    # of the caller's makes real. Queries of bidirectional models have no place among the keys.
+    num_keys = kv_length if bidirectional else int(q_offset) + q_length - kv_offset
     if attention_mask is not None:
-        # A sliding cache holds the last kv_length tokens only. A mask that is shorter than the keys comes
-        # from a static cache.
-        attention_mask = attention_mask[:, -kv_length:]
-        if attention_mask.shape[1] == kv_length and bool(attention_mask.all()):
+        # Its columns are the positions from 0; keys begin at kv_offset (sliding caches drop the first ones).
+        end = kv_offset + num_keys
+        if attention_mask.shape[1] < end:
+            raise ValueError(
+                f"attention_mask must have a column for each of the {end} tokens so far (cached ones too), "
+                f"got {list(attention_mask.shape)}"
+            )
+        attention_mask = attention_mask[:, kv_offset:end]
+        if num_keys == kv_length and bool(attention_mask.all()):
             return None
         return attention_mask[:, None, None, None].bool()
     if sequence_ids is not None:
         return sequence_ids.expand(batch_size, -1)[:, None, None, None].long()
-    num_keys = int(q_offset) + q_length - kv_offset
     if num_keys < kv_length:
         return torch.ones(batch_size, 1, 1, 1, num_keys, dtype=torch.bool, device=kwargs.get("device"))
     return None
