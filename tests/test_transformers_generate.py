@@ -125,6 +125,58 @@ def test_chunked_prefill_then_decoding(kind: str, static: bool, with_mask: bool)
     _close(logits[1], whole)
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("columns", ["so far", "cache, ones", "cache, zeros"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+def test_static_caches_under_masks_of_their_length(kind: str, columns: str, padding: int) -> None:
+    """Prefill of 9 tokens (beyond the windows), whole or in chunks, 3 decode steps, then 2 tokens at once, in a cache of 16;
+    the mask may have a column for every slot, whatever it says of the unused ones. With padding on the left
+    of one row, and none."""
+    ids = torch.randint(3, 67, (2, 14))
+    begins = torch.tensor([padding, 0])[:, None]
+    slots = torch.arange(16)[None]
+    logits = []
+    for attention in ("eager" if kind == "gemma2" else "sdpa", "dualkv"):  # sdpa has no softcap
+        model = model_of(kind, attention)
+        cache, outputs = StaticCache(config=model.config, max_cache_len=16), []
+        prefill = [(0, 4), (4, 9)] if padding else [(0, 9)]
+        for begin, end in (*prefill, (9, 10), (10, 11), (11, 12), (12, 14)):
+            mask = (slots >= begins).long()
+            if columns == "so far":
+                mask = mask[:, :end]
+            elif columns == "cache, zeros":
+                mask = mask * (slots < end)
+            positions = (slots[:, begin:end] - begins).clamp(min=0)
+            with torch.no_grad():
+                step = model(
+                    input_ids=ids[:, begin:end],
+                    attention_mask=mask,
+                    past_key_values=cache,
+                    position_ids=positions,
+                    use_cache=True,
+                )
+            outputs.append(step.logits)
+        logits.append(torch.cat(outputs, 1)[(slots[:, :14] >= begins).expand(2, -1)])
+    _close(logits[1], logits[0])
+
+
+def test_masks_say_something_of_every_token_so_far_and_may_be_wider() -> None:
+    """Dynamic caches: further columns say nothing; a mask of the new tokens alone is refused."""
+    ids = torch.randint(3, 67, (2, 10))
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[0, :2] = 0
+    logits = []
+    for attention in ("sdpa", "dualkv"):
+        model = model_of("llama", attention)
+        cache = DynamicCache(config=model.config)
+        first = model(input_ids=ids[:, :9], attention_mask=mask, past_key_values=cache).logits
+        last = model(input_ids=ids[:, 9:], attention_mask=mask, past_key_values=cache).logits
+        logits.append(torch.cat([first[:, 2:], last], 1))
+    _close(logits[1], logits[0])
+    with pytest.raises(ValueError, match=r"a column for each of the 11 tokens so far .*, got \[2, 1\]"):
+        model(input_ids=ids[:, :1], attention_mask=mask[:, :1], past_key_values=cache)
+
+
 @pytest.mark.parametrize(
     "how", ["position_ids", "position_ids and cache", "cu_seq_lens", "cu_seq_lens without max"]
 )
@@ -244,3 +296,65 @@ def test_a_real_model_generates_as_with_sdpa() -> None:
     found = model.generate(ids, attention_mask=mask, **options)
     assert torch.equal(found, expected)
     assert found[0, longest] == 7042  # Paris
+
+
+# Tensors changed in place between two forwards
+
+
+@pytest.mark.parametrize("through", ["tensor", "data", "numpy"])
+@pytest.mark.parametrize("what", ["attention_mask", "position_ids"])
+def test_values_changed_in_place_count_in_the_next_forward(what: str, through: str) -> None:
+    ids = torch.randint(3, 67, (1, 6))
+    first, second = (
+        ([0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 1, 1])
+        if what == "attention_mask"
+        else ([0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3])
+    )
+    model, expected = model_of("llama", "dualkv"), model_of("llama")
+    changed, kwargs = torch.tensor([first]), {"input_ids": ids, "use_cache": False}
+    # With a cache transformers leaves it to the layers to find the sequences in the positions.
+    cached = {**kwargs, "use_cache": True}
+    if what == "attention_mask":
+        # A layer may also get the caller's own tensor: 2-D masks of models that make none.
+        _close(_attend(changed), _attend(torch.tensor([first])))
+    found = model(**cached, **{what: changed}).logits
+    _close(found[:, -1], expected(**kwargs, **{what: changed}).logits[:, -1])
+    if through == "numpy":
+        changed.numpy()[:] = second
+    else:
+        (changed.data if through == "data" else changed).copy_(torch.tensor([second]))
+    fresh = torch.tensor([second])
+    if what == "attention_mask":
+        _close(_attend(changed), _attend(fresh))
+    found = model(**cached, **{what: changed}).logits
+    _close(found[:, -1], expected(**kwargs, **{what: fresh}).logits[:, -1])
+
+
+def _attend(mask: torch.Tensor) -> torch.Tensor:
+    """One layer under a 2-D mask of its own model."""
+    from flash_attn.integrations._transformers_attention import dualkv_attention
+
+    module: Any = torch.nn.Module()
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, heads, mask.shape[1], 8) for heads in (4, 2, 2))
+    return dualkv_attention(module, q, k, v, mask)[0]
+
+
+def test_off_the_cpu_tables_are_computed_once_per_value_of_the_tensor() -> None:
+    """The layers of a forward share one computation; a change in place asks for another."""
+    from flash_attn.integrations._transformers_attention import _cached
+
+    calls: list[tuple[int, ...]] = []
+
+    def count(tensor: torch.Tensor, *arguments: int) -> int:
+        calls.append(arguments)
+        return len(calls)
+
+    tensor, other = (torch.zeros(3, device="meta") for _ in range(2))
+    assert [_cached(tensor, count, 2), _cached(tensor, count, 2), _cached(tensor, count, 3)] == [1, 1, 2]
+    assert _cached(other, count, 2) == 3
+    tensor.add_(1)
+    assert [_cached(tensor, count, 2), _cached(tensor, count, 2)] == [4, 4]
+    with torch.inference_mode():  # inference tensors have no version
+        third = torch.zeros(3, device="meta")
+        assert [_cached(third, count, 2), _cached(third, count, 2)] == [5, 6]

@@ -369,12 +369,14 @@ _results = threading.local()
 
 
 def _cached(tensor: torch.Tensor, function: Callable[..., Any], *arguments: int) -> Any:
-    """function(tensor, *arguments), computed once for the layers of a forward: they all get the same tensor
-    object.
+    """function(tensor, *arguments); off the CPU computed once for the layers of a forward, which all get the
+    same tensor object: these functions read values on the host, which on a GPU waits for it.
 
-    These functions read values on the host, which on a GPU waits for it.
+    A change of the values between two forwards is seen by the tensor's version, which writes through `.data`
+    or foreign pointers to GPU memory leave alone: give a new tensor after those. On the CPU, where NumPy and
+    data loaders often write so, nothing is kept.
     """
-    if torch.compiler.is_compiling() or tensor.is_inference():
+    if tensor.device.type == "cpu" or torch.compiler.is_compiling() or tensor.is_inference():
         return function(tensor, *arguments)
     if not hasattr(_results, "by_tensor"):
         _results.by_tensor = WeakTensorKeyDictionary()
