@@ -6,6 +6,7 @@ import copy
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -158,6 +159,24 @@ def test_masks_positions_and_shared_prefixes_reach_both_steps():
         model, prompts=[[1, 2, 3]] * 2, responses=[[7, 8], [8]], position_ids=[[4, 5, 6, 7, 8], [4, 5, 6, 9]]
     )
     assert lists.passed
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_bool_masks_and_narrow_integers(kind):
+    prompts, responses = [[9, 1, 2], [9, 1, 2]], [[4, 5, 6], [7, 8, 9]]
+    dtype = {} if kind is list else dict(dtype=torch.int8 if kind is torch.tensor else np.int8)
+    ids = kind(prompts, **dtype), kind(responses, **dtype)
+    result = check(
+        Model(),
+        prompts=ids[0],
+        responses=ids[1],
+        prompt_mask=kind([[False, True, True]] * 2),
+        response_mask=kind([[True, True, True], [True, False, True]]),
+        loss_mask=kind([[True, False, True]] * 2),
+        position_ids=ids[0].new_tensor([[0, 0, 1, 2, 3, 4]] * 2) if kind is torch.tensor else None,
+    )
+    assert result.passed, str(result)
+    assert result.num_replicated_tokens == 9
 
 
 def test_a_loss_of_ones_own_and_frozen_parameters():

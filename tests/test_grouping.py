@@ -3,6 +3,7 @@
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,65 @@ def test_group_by_prompt_reads_lengths_or_masks():
     mask = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 1, 1]])
     assert group_by_prompt(ids, attention_mask=mask).rows == [[0, 1, 2]]
     assert group_by_prompt([[1, 2, 3], [1, 2]], prompt_lens=torch.tensor([2, 2])).rows == [[0, 1]]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_masks_are_lists_arrays_or_tensors_of_flags_or_bools(kind):
+    ids = torch.tensor([[1, 2, 9], [1, 2, 8]])
+    for flags in ([[1, 1, 0]] * 2, [[True, True, False]] * 2):
+        for rows in (ids, ids.tolist()):
+            assert group_by_prompt(rows, attention_mask=kind(flags)).rows == [[0, 1]]
+    with pytest.raises(
+        ValueError, match=re.escape("attention_mask must have one flag per id of ids, got [2, 2]")
+    ):
+        group_by_prompt(ids, attention_mask=[[1, 1]] * 2)
+    with pytest.raises(TypeError, match="attention_mask must be a tensor or a list of rows, got int"):
+        group_by_prompt(ids, attention_mask=1)
+    with pytest.raises(
+        TypeError, match=re.escape("attention_mask[0] must hold integers or bools, got torch.f")
+    ):
+        group_by_prompt(ids, attention_mask=[[1.0, 1.0, 0.0]] * 2)
+
+
+def test_keys_count_by_value():
+    ids = [[1, 2]] * 3
+    shared, apart = [[0, 1], [2]], [[0], [1], [2]]
+    for keys in (torch.tensor([7, 7, 8]), np.array([7, 7, 8]), list(torch.tensor([7, 7, 8]))):
+        assert group_by_prompt(ids, keys=keys).rows == shared
+    pairs = torch.tensor([[7, 1], [7, 1], [7, 2]])
+    tuples = [("a", row) for row in pairs]
+    for keys in (pairs, pairs.numpy(), list(pairs), pairs.tolist(), tuples):
+        assert group_by_prompt(ids, keys=keys).rows == shared
+        assert group_by_prompt(ids, keys=keys, longest_common_prefix=True).rows == shared
+    assert group_by_prompt(ids, keys=torch.arange(3)).rows == apart
+    assert pack(ids, ids, keys=torch.tensor([7, 7, 8])).rows == ((0, 1), (2,))
+
+
+@pytest.mark.parametrize(
+    "keys, error, message",
+    [
+        (torch.tensor(7), TypeError, "keys must be a sequence with one entry per row, got Tensor"),
+        ({7, 8}, TypeError, "keys must be a sequence with one entry per row, got set"),
+        (torch.tensor([7]), ValueError, "keys must have one entry per row (2), got 1"),
+        ([7, {}], TypeError, "keys[1] must be hashable, got {}"),
+    ],
+)
+def test_bad_keys_are_refused(keys, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        group_by_prompt(IDS, keys=keys)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32]
+)
+def test_ids_and_lengths_of_any_integer_dtype(dtype):
+    ids, lens = torch.tensor([[1, 2], [1, 3]]).to(dtype), torch.tensor([1, 1]).to(dtype)
+    assert group_by_prompt(ids, prompt_lens=lens) == ([[0, 1]], [1])
+    packed = pack(ids, ids, position_ids=torch.tensor([[0, 1, 2, 3]] * 2).to(dtype))
+    rows = pack(list(ids), list(ids.numpy()), position_ids=[[0, 1, 2, 3]] * 2)
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(getattr(packed, name), getattr(rows, name))
+        assert getattr(packed, name).dtype == torch.int64
 
 
 def stored_tokens(prompts, groups, fork):
@@ -99,6 +159,10 @@ def test_a_pair_with_a_token_merged_across_the_boundary_is_one_group(boundary):
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=re.escape("ids must be (num_rows, width), got [2]")):
         group_by_prompt(IDS[0])
+    with pytest.raises(TypeError, match=re.escape("ids[0] must hold integers, got torch.bool")):
+        group_by_prompt([[True]])
+    with pytest.raises(TypeError, match="ids must be a tensor or a list of rows, got NoneType"):
+        group_by_prompt(None)
     with pytest.raises(ValueError, match="prompt_lens and attention_mask must not both be given"):
         group_by_prompt(IDS, prompt_lens=[1, 1], attention_mask=MASK)
     with pytest.raises(ValueError, match=re.escape("prompt_lens must be (2,), got [1]")):

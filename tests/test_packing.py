@@ -8,6 +8,7 @@ import random
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,8 +150,11 @@ def test_loss_mask_takes_attended_tokens_out_of_the_labels():
     assert packed.labels.tolist() == [3, -100, 5, 6, 8]
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 2, 6, 8]]
     assert packed.shift_labels.tolist() == [[-100, 3, -100, 5, -100, 6, 8, -100]]
-    lists = pack([[1, 2], [1, 2]], [[3, 4, 5], [6, 8]], loss_mask=[[1, 0, 1], [1, 1]])
-    assert lists.labels.tolist() == packed.labels.tolist()
+    for flags in ([[1, 0, 1], [1, 1]], [[True, False, True], np.array([True, True])]):
+        lists = pack([[1, 2], [1, 2]], [[3, 4, 5], [6, 8]], loss_mask=flags)
+        assert lists.labels.tolist() == packed.labels.tolist()
+    lists = pack([[1, 2]] * 2, responses.tolist(), response_mask=response_mask.bool().numpy())
+    assert lists.labels.tolist() == [3, 4, 5, 6, 8]
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
@@ -217,6 +221,8 @@ def test_the_callers_position_ids_are_kept():
         packed.position_ids[1].tolist() == [[110, 111, 112, 113, 111, 120]]
         and not packed.position_ids[2].any()
     )
+    positions[:, 0] = -1  # as cumsum of the mask - 1 gives for padding on the left
+    assert pack(prompts, responses, position_ids=positions, **options).position_ids[0, 0] == 10
     lists = pack([[1, 2], [1, 2]], [[3, 4], [5]], position_ids=[[10, 11, 12, 13], [10, 11, 20]])
     assert lists.position_ids.tolist() == [[10, 11, 12, 13, 11, 20]]
 
@@ -393,6 +399,11 @@ IDS, MASK = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, dtype=torch.int64)
             dict(prompts=[[1]], responses=[[1]], position_ids=[[1]]),
             ValueError,
             "position_ids must have one id per token of each row [2], got [1]",
+        ),
+        (
+            dict(prompts=IDS, responses=IDS, position_ids=-torch.eye(2, 4).long()),
+            ValueError,
+            "position_ids must be >= 0 where not masked, got -1 in row 0",
         ),
         (
             dict(prompts=IDS, responses=IDS, boundary="x"),

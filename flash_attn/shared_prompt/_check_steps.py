@@ -74,10 +74,10 @@ class ReplicatedRows:
             if positions is None:
                 position = torch.arange(int(keep.sum()))[None]
             elif isinstance(positions, torch.Tensor):
-                position = positions.cpu()[..., i, keep]
+                position = positions.cpu().long()[..., i, keep]
                 position = position[None] if position.dim() == 1 else position[:, None]
             else:
-                position = torch.as_tensor(positions[i]).cpu()[keep][None]
+                position = torch.as_tensor(positions[i]).cpu().long()[keep][None]
             position_ids.append(position.to(device))
             columns.append(kept[1].nonzero()[:, 0])
             loss_mask = options.get("loss_mask")

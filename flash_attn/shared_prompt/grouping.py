@@ -9,8 +9,8 @@ the least number of stored tokens that one level of sharing can reach.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,21 +26,26 @@ class PromptGroups(NamedTuple):
     prefix_lens: list[int]
 
 
-def integer_ids(name: str, ids: torch.Tensor) -> None:
-    """Raises TypeError unless `ids` holds integers."""
-    if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        raise TypeError(f"{name} must hold integers, got {ids.dtype}")
+def integer_ids(name: str, ids: torch.Tensor, *, or_bools: bool = False) -> None:
+    """Raises TypeError unless `ids` holds integers of any width (or, for masks, bools)."""
+    is_bool = ids.dtype == torch.bool
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or (is_bool and not or_bools):
+        raise TypeError(f"{name} must hold integers{' or bools' if or_bools else ''}, got {ids.dtype}")
 
 
-def pad_rows(name: str, rows: Sequence[Sequence[int] | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_rows(
+    name: str, rows: Sequence[Sequence[int] | torch.Tensor], *, or_bools: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Lists of integers as one right-padded CPU int64 tensor (num_rows, width) and its mask."""
+    if isinstance(rows, (str, bytes)) or not hasattr(rows, "__len__"):
+        raise TypeError(f"{name} must be a tensor or a list of rows, got {type(rows).__name__}")
     tensors = []
     for i, row in enumerate(rows):
         tensor = torch.as_tensor(row)
         if tensor.dim() != 1:
             raise ValueError(f"{name}[{i}] must be a list of ids, got shape {list(tensor.shape)}")
         if tensor.numel():
-            integer_ids(f"{name}[{i}]", tensor)
+            integer_ids(f"{name}[{i}]", tensor, or_bools=or_bools)
         tensors.append(tensor.to("cpu", torch.int64))
     lens = torch.tensor([t.numel() for t in tensors], dtype=torch.int64)
     width = int(lens.max()) if tensors else 0
@@ -60,11 +65,25 @@ def check_mask(name: str, mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor
     return mask.bool()
 
 
+def read_mask(
+    name: str, mask: torch.Tensor | Sequence[Any], rows_name: str, exists: torch.Tensor
+) -> torch.Tensor:
+    """The caller's mask, a tensor or lists of flags, over the tokens that exist, as bool."""
+    if isinstance(mask, torch.Tensor):
+        return check_mask(name, mask, exists) & exists
+    flags, flags_exist = pad_rows(name, mask, or_bools=True)
+    if flags.shape != exists.shape or not torch.equal(flags_exist, exists):
+        raise ValueError(
+            f"{name} must have one flag per id of {rows_name}, got {flags_exist.sum(1).tolist()}"
+        )
+    return check_mask(name, flags, exists) & exists
+
+
 def group_by_prompt(
     ids: torch.Tensor | Sequence[Sequence[int] | torch.Tensor],
     *,
     prompt_lens: Sequence[int] | None = None,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | Sequence[Sequence[int] | torch.Tensor] | None = None,
     keys: Sequence[Hashable] | None = None,
     longest_common_prefix: bool = False,
     boundary: Boundary = "fork",
@@ -72,9 +91,9 @@ def group_by_prompt(
     """Groups rows by the content of their prompts.
 
     `ids` is (num_rows, width) integers or a list of rows; the prompt is the first `prompt_lens[i]` tokens of
-    a row, or the tokens under `attention_mask` (num_rows, width), padding and holes left out. Rows share only
-    where `keys[i]` (LoRA adapter, fingerprint of the images, pair id, ...) are equal too. Groups stand in the
-    order of their first row.
+    a row, or the tokens under `attention_mask` (num_rows, width) or a list of rows, padding and holes left
+    out. Rows share only where `keys[i]` (LoRA adapter, fingerprint of the images, pair id, ...) are equal
+    too; tensors and arrays count by value. Groups stand in the order of their first row.
 
     `longest_common_prefix=True` also groups prompts that differ at the end (pairs for DPO, tokens merged
     across the prompt's end), choosing the grouping that stores the fewest tokens with `boundary`. Ids on a
@@ -91,11 +110,12 @@ def group_by_prompt(
     if prompt_lens is not None and attention_mask is not None:
         raise ValueError("prompt_lens and attention_mask must not both be given, got both")
     if attention_mask is not None:
-        mask = mask & check_mask("attention_mask", attention_mask, grid)
+        mask = read_mask("attention_mask", attention_mask, "ids", mask)
     if prompt_lens is not None:
         lens = torch.as_tensor(prompt_lens).cpu()
         if lens.numel():
             integer_ids("prompt_lens", lens)
+        lens = lens.long()
         if lens.shape != grid.shape[:1]:
             raise ValueError(f"prompt_lens must be ({grid.shape[0]},), got {list(lens.shape)}")
         if (lens > mask.sum(1)).any():
@@ -111,8 +131,10 @@ def group_rows(
     prompts: list[torch.Tensor], keys: Sequence[Hashable] | None, longest_common_prefix: bool, fork: int
 ) -> PromptGroups:
     """Groups of rows with prompts (length,) or (length, facts per token), int64 on the CPU."""
-    if keys is not None and len(keys) != len(prompts):
-        raise ValueError(f"keys must have one entry per row ({len(prompts)}), got {len(keys)}")
+    if keys is not None:
+        keys = _keys_by_value(keys)
+        if len(keys) != len(prompts):
+            raise ValueError(f"keys must have one entry per row ({len(prompts)}), got {len(keys)}")
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompts[{i}] must have at least one token, got 0")
@@ -138,6 +160,25 @@ def group_rows(
         merged += _merge_by_prefix(prompts, same_key, fork)
     merged.sort()
     return PromptGroups([rows for rows, _ in merged], [prefix for _, prefix in merged])
+
+
+def _keys_by_value(keys: Any) -> list[Hashable]:
+    """Keys as plain hashable values: a tensor's own hash is its identity, which no two rows share."""
+    values = keys.tolist() if hasattr(keys, "tolist") else keys  # one copy where they are on a GPU
+    if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__"):
+        raise TypeError(f"keys must be a sequence with one entry per row, got {type(keys).__name__}")
+    values = [_by_value(key) for key in values]
+    for i, key in enumerate(values):
+        try:
+            hash(key)
+        except TypeError:
+            raise TypeError(f"keys[{i}] must be hashable, got {key!r}") from None
+    return values
+
+
+def _by_value(key: Any) -> Any:
+    key = key.tolist() if hasattr(key, "tolist") else key
+    return tuple(map(_by_value, key)) if isinstance(key, (list, tuple)) else key
 
 
 def _hashes(prompts: list[torch.Tensor]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn.shared_prompt.grouping import PromptGroups, check_mask, group_rows, integer_ids, pad_rows
+from flash_attn.shared_prompt.grouping import PromptGroups, group_rows, integer_ids, pad_rows, read_mask
 from flash_attn.shared_prompt.layout import Boundary, SharedPromptLayout, move
 
 IGNORE_INDEX = -100
@@ -118,20 +118,6 @@ def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors | {n: p.reshape(t.shape) for (n, t), p in zip(on_gpu.items(), parts, strict=True)}
 
 
-def _mask(
-    name: str, mask: Rows, rows_name: str, exists: torch.Tensor, given: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """The caller's mask over the tokens that exist, as bool."""
-    if isinstance(mask, torch.Tensor):
-        return check_mask(name, given[name], exists)
-    flags, flags_exist = pad_rows(name, mask)
-    if flags.shape != exists.shape or not torch.equal(flags_exist, exists):
-        raise ValueError(
-            f"{name} must have one flag per id of {rows_name}, got {flags_exist.sum(1).tolist()}"
-        )
-    return check_mask(name, flags, exists) & exists
-
-
 def _ids_and_mask(
     name: str, rows: Rows, mask_name: str, mask: Rows | None, given: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,7 +128,7 @@ def _ids_and_mask(
         ids, exists = given[name].long(), torch.ones(rows.shape, dtype=torch.bool)
     else:
         ids, exists = pad_rows(name, rows)
-    kept = exists if mask is None else _mask(mask_name, mask, name, exists, given)
+    kept = exists if mask is None else read_mask(mask_name, given.get(mask_name, mask), name, exists)
     negative = kept & (ids < 0)
     if negative.any():
         row, column = (int(i) for i in negative.nonzero()[0])
@@ -152,26 +138,33 @@ def _ids_and_mask(
     return ids, kept, exists
 
 
-def _positions(position_ids: Rows, given: dict[str, torch.Tensor], exists: torch.Tensor) -> torch.Tensor:
-    """The caller's position ids as (B, W, K), K = 1 for the usual 2-D ids."""
+def _positions(
+    position_ids: Rows, given: dict[str, torch.Tensor], exists: torch.Tensor, kept: torch.Tensor
+) -> torch.Tensor:
+    """The caller's position ids of kept tokens as (num_tokens, K), K = 1 for the usual 2-D ids."""
     shape = tuple(exists.shape)
     if isinstance(position_ids, torch.Tensor):
         positions = given["position_ids"]
-        integer_ids("position_ids", positions)
+        integer_ids("position_ids", position_ids)  # `given` may hold them as int64 already
         if positions.dim() not in (2, 3) or tuple(positions.shape[-2:]) != shape:
             raise ValueError(
                 f"position_ids must be {shape} or (K, {shape[0]}, {shape[1]}), got {list(positions.shape)}"
             )
-        return positions.reshape(-1, *shape).permute(1, 2, 0).long()
-    flat, there = pad_rows("position_ids", position_ids)
-    if there.sum(1).tolist() != exists.sum(1).tolist():
-        raise ValueError(
-            f"position_ids must have one id per token of each row {exists.sum(1).tolist()}, "
-            f"got {there.sum(1).tolist()}"
-        )
-    positions = torch.zeros(shape, dtype=torch.int64)
-    positions[exists] = flat[there]
-    return positions[..., None]
+        grid = positions.reshape(-1, *shape).permute(1, 2, 0).long()
+    else:
+        flat, there = pad_rows("position_ids", position_ids)
+        if there.sum(1).tolist() != exists.sum(1).tolist():
+            raise ValueError(
+                f"position_ids must have one id per token of each row {exists.sum(1).tolist()}, "
+                f"got {there.sum(1).tolist()}"
+            )
+        grid = torch.zeros((*shape, 1), dtype=torch.int64)
+        grid[exists] = flat[there][:, None]
+    negative = (grid < 0) & kept[..., None]
+    if negative.any():
+        value, row = int(grid[negative][0]), int(negative.nonzero()[0, 0])
+        raise ValueError(f"position_ids must be >= 0 where not masked, got {value} in row {row}")
+    return grid[kept]
 
 
 def _ranges(begin: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
@@ -199,17 +192,17 @@ def pack(
     """Packs rows so that prompts of equal content are stored once. See `PackedBatch` for the result.
 
     `prompts` and `responses` are integer tensors (B, prompt width) and (B, response width), padded anywhere
-    as their masks say, or lists of B rows of ids. Masks (same shapes; 1 = attended) may have holes: masked
-    tokens are removed, and `unpack` puts the fill value there. `loss_mask` (like `responses`): 0 for tokens
-    that are attended but not trained on (tool output). Ids under the masks are ordinary tokens, pad and EOS
-    ids included.
+    as their masks say, or lists of B rows of ids. Masks (same shapes; 1 or True = attended) may have holes:
+    masked tokens are removed, and `unpack` puts the fill value there. `loss_mask` (like `responses`): 0 for
+    tokens that are attended but not trained on (tool output). Ids under the masks are ordinary tokens, pad
+    and EOS ids included.
 
     `position_ids` (B, W) or (K, B, W), or lists of one id per token: the caller's, otherwise positions count
     the kept tokens of a row from 0. Rows share a prompt when its tokens, its position ids and `keys[i]` (LoRA
-    adapter, images, pair, ...) are equal; `keys=range(B)` shares nothing. `longest_common_prefix`: see
-    `group_by_prompt`; the rest of a prompt then lies in its row's own segment and is not trained on.
-    `max_segments`, `max_total`: capacities of the layout. The result is on `device`, by default the device of
-    `prompts`.
+    adapter, images, pair, ...; tensors count by value) are equal; `keys=range(B)` shares nothing.
+    `longest_common_prefix`: see `group_by_prompt`; the rest of a prompt then lies in its row's own segment
+    and is not trained on. `max_segments`, `max_total`: capacities of the layout. The result is on `device`,
+    by default the device of `prompts`.
     """
     named = {
         "prompts": prompts,
@@ -229,11 +222,11 @@ def pack(
     )
     exists = torch.cat([prompt_exists, response_exists], 1)
     kept = torch.cat([prompt_kept, response_kept], 1)
-    positions = None if position_ids is None else _positions(position_ids, given, exists)
+    positions = None if position_ids is None else _positions(position_ids, given, exists, kept)
     prompt_lens, response_lens = prompt_kept.sum(1), response_kept.sum(1)
     tokens = _Tokens(
         ids=torch.cat([prompt_ids, response_ids], 1)[kept],
-        positions=None if positions is None else positions[kept],
+        positions=positions,
         grid_index=kept.flatten().nonzero()[:, 0],
         prompt_lens=prompt_lens,
         response_lens=response_lens,
@@ -260,9 +253,9 @@ def pack(
         max_segments=max_segments,
         max_total=max_total,
     )
-    in_loss = (
-        None if loss_mask is None else _mask("loss_mask", loss_mask, "responses", response_exists, given)
-    )
+    in_loss = None
+    if loss_mask is not None:
+        in_loss = read_mask("loss_mask", given.get("loss_mask", loss_mask), "responses", response_exists)
     packed = _assemble(tokens, groups, layout, kept.shape, prompt_ids.shape[1], in_loss, loss_on_prompt)
     if not isinstance(prompts, torch.Tensor):
         lens = zip(prompt_exists.sum(1).tolist(), response_exists.sum(1).tolist(), strict=True)
