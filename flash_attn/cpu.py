@@ -5,9 +5,9 @@
     backward:  per piece, with the merged out and lse,
                P = exp(S - lse),  dS = P (dout v^T - rowsum(dout * out) + dlse)
 
-Rectangles and triangles run on torch's CPU flash kernels, narrow bands and softcap on _cpu_tiles.py. fp16 and
-bf16 are computed in fp32: torch's own half-precision backward rounds dk and dv once per block of rows. Called
-by _ops.py.
+Rectangles and triangles run on torch's CPU flash kernels; narrow bands, softcap and whatever has NaN or
+infinite scores on _cpu_tiles.py. fp16 and bf16 are computed in fp32: torch's own half-precision backward
+rounds dk and dv once per block of rows. Called by _ops.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _cpu_tiles
-from flash_attn._pieces import Kind, bands, check_table, cut, runs
+from flash_attn._pieces import Kind, Table, bands, check_table, cut, runs
 from flash_attn._rows import RaggedRows, Rows, Work, work_of
 
 aten = torch.ops.aten
@@ -47,14 +47,38 @@ def _plan(
     k: Tensor,
     k_context: Tensor | None,
     segments: Tensor,
+    softmax_scale: float,
     causal: bool,
     window: tuple[int, int],
     softcap: float,
 ) -> list[Work]:
     table = segments.tolist()
     check_table(table, q.shape[0], k.shape[0], None if k_context is None else k_context.shape[0])
-    pieces = cut(table, causal, *window) if softcap == 0.0 else list(bands(table, causal, *window))
-    return work_of(runs(pieces))
+    if softcap == 0.0 and _scores_are_finite(table, q, k, k_context, softmax_scale):
+        return work_of(runs(cut(table, causal, *window)))
+    return work_of(runs(list(bands(table, causal, *window))))
+
+
+def _scores_are_finite(
+    table: Table, q: Tensor, k: Tensor, k_context: Tensor | None, softmax_scale: float
+) -> bool:
+    """False where a score might be NaN or infinite, by |q k^T| <= ||q|| ||k||: one pass over the used rows.
+
+    torch's kernels take a row of few scores that are all NaN for a masked one (out 0, lse 0), and a merge would
+    make finite numbers of it: _cpu_tiles.py does such calls.
+    """
+    num_q = table[-1][1] if table else 0
+    num_k, num_context = (max((row[i] for row in table), default=0) for i in (5, 3))
+    used = [q[:num_q]]
+    used += [k[: max(num_k, num_context)]] if k_context is None else [k[:num_k], k_context[:num_context]]
+    norms = [float(torch.linalg.vector_norm(x, dtype=q.dtype)) for x in used]
+    bound = norms[0] * sum(norms[1:]) * max(1.0, abs(softmax_scale))
+    return bound < torch.finfo(q.dtype).max
+
+
+def _positive(q: Tensor, softmax_scale: float) -> tuple[Tensor, float]:
+    """q and the scale with q k^T * scale as given, the scale positive: the kernels mask before they scale."""
+    return (q, softmax_scale) if softmax_scale > 0.0 else (q * softmax_scale, 1.0)
 
 
 def forward(
@@ -72,8 +96,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (total_q, H, Dv) and lse (H, total_q); shapes, dtypes and meaning as the op's."""
     dtype = q.dtype
-    todo = _plan(q, k, k_context, segments, causal, (window_left, window_right), softcap)
     q, k, v = (_computed(x) for x in (q, k, v))
+    todo = _plan(q, k, k_context, segments, softmax_scale, causal, (window_left, window_right), softcap)
+    q, scale = _positive(q, softmax_scale)
     regions = _regions(k, v, k_context, v_context)
     total_q, num_heads, _ = q.shape
     out = q.new_zeros(total_q, num_heads, v.shape[-1])
@@ -82,11 +107,9 @@ def forward(
         run, rows, columns = work.run, work.rows, work.keys
         keys, values = regions[run.piece.context]
         if run.piece.kind is Kind.BAND:
-            _cpu_tiles.forward(run, q, keys, values, softmax_scale, softcap, out, lse)
+            _cpu_tiles.forward(run, q, keys, values, scale, softcap, out, lse)
             continue
-        o, l = _flash_forward(
-            run.piece.kind, rows.take(q), columns.take(keys), columns.take(values), softmax_scale
-        )
+        o, l = _flash_forward(run.piece.kind, rows.take(q), columns.take(keys), columns.take(values), scale)
         if len(todo) == 1 and isinstance(rows, Rows) and o.shape[0] * o.shape[1] == total_q:
             out, lse = o.reshape(out.shape), l.reshape(lse.shape)
         else:
@@ -144,8 +167,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dk_context, dv_context (the last two empty without a context), contiguous, in q's dtype."""
     dtype, head_dim, head_dim_v = q.dtype, q.shape[-1], v.shape[-1]
-    todo = _plan(q, k, k_context, segments, causal, (window_left, window_right), softcap)
     q, k, v, dout, out = (_computed(x) for x in (q, k, v, dout, out))
+    todo = _plan(q, k, k_context, segments, softmax_scale, causal, (window_left, window_right), softcap)
+    q, scale = _positive(q, softmax_scale)
     lse = lse.t()
     regions = _regions(k, v, k_context, v_context)
     dq, (dk, dv) = _zeros(q), (_zeros(k), _zeros(v))
@@ -168,14 +192,16 @@ def backward(
             if delta is None:
                 delta = (dout * out).sum(-1)
                 delta = delta if dlse is None else delta - dlse.t()
-            _cpu_tiles.backward(run, q, keys, values, dout, lse, delta, softmax_scale, softcap, dq, *into)
+            _cpu_tiles.backward(run, q, keys, values, dout, lse, delta, scale, softcap, dq, *into)
             continue
         parts = _flash_backward_of(
             run.piece.kind, rows.take(flash_dout), rows.take(q), columns.take(keys), columns.take(values),
-            rows.take(flash_out), rows.take(lse), softmax_scale, width,
+            rows.take(flash_out), rows.take(lse), scale, width,
         )  # fmt: skip
         for where, grad, part in zip((rows, columns, columns), (dq, *into), parts, strict=True):
             where.add(grad, part)
+    if scale != softmax_scale:  # q was scaled
+        dq *= softmax_scale
     context = grads[True] if k_context is not None else (dk[:0].clone(), dv[:0].clone())
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), context[0].to(dtype), context[1].to(dtype)
 

@@ -179,6 +179,45 @@ def test_rows_without_keys_and_rows_behind_the_last_segment(softcap: float) -> N
         torch.testing.assert_close(poisoned[name], x, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "begin", "end", "last"),
+    [("q", 3, 4, 4), ("q", 91, 92, 92), ("k", 0, 37, 90), ("k", 20, 37, 90), ("k", 90, 92, 93)],
+)
+def test_nan_scores_reach_the_rows_that_see_them_and_no_others(
+    name: str, begin: int, end: int, last: int
+) -> None:
+    """torch's kernels may take NaN scores for masked ones where there are few: out 0 and lse 0."""
+    case = Case(**PACKED)
+    clean = run(case, attend(case), torch.float32)
+    case.tensors[name][begin:end] = torch.nan
+    got = run(case, attend(case), torch.float32)
+    sees = torch.zeros(case.total_q, dtype=torch.bool)
+    sees[begin:last] = True
+    for x in (got["out"], got["lse"].t(), got["dq"]):
+        assert torch.isnan(x[sees]).all()
+    torch.testing.assert_close(got["out"][~sees], clean["out"][~sees])
+    torch.testing.assert_close(got["lse"][:, ~sees], clean["lse"][:, ~sees])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+def test_infinite_scores_give_nan(scale: float) -> None:
+    """From infinite inputs, and from finite ones whose product overflows."""
+    case = Case(**VARLEN, causal=False, softmax_scale=scale)
+    case.tensors["q"][0] = torch.inf if scale == 1.0 else 1e30
+    out, lse = attend(case)(**case.tensors)
+    assert torch.isnan(out[0]).all() and torch.isnan(lse[:, 0]).all()
+    assert out[17:30].isfinite().all() or scale > 1.0
+
+
+@pytest.mark.parametrize("softmax_scale", [-0.4, 0.0])
+@pytest.mark.parametrize(
+    "changes", [{}, {"causal": False}, {"window_size": (30, 0)}, {"softcap": 3.0}, {"dtype": torch.bfloat16}],
+    ids=str,
+)  # fmt: skip
+def test_scales_that_are_not_positive(softmax_scale: float, changes: dict[str, Any]) -> None:
+    check_case(PACKED, softmax_scale=softmax_scale, with_dlse=True, **changes)
+
+
 def test_nothing_at_all() -> None:
     for segments, total in (([], 0), ([], 3), ([[0, 0, 0, 0, 0, 0]], 2)):
         case = Case(segments, total, total)
