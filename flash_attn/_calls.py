@@ -61,7 +61,9 @@ def attention(
     """The one way into the op: packed tensors, (total, heads, head_dim); out (total_q, H, Dv), lse (H,
     total_q)."""
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    scale = head_dim**-0.5 if softmax_scale is None else checks.softmax_scale(softmax_scale, q.device.type)
+    causal, deterministic = checks.flag("causal", causal), checks.flag("deterministic", deterministic)
+    checks.no_forward_mode(q, k, v, k_context, v_context, sinks)
     padded, padded_v = head_dim, head_dim_v
     if q.device.type == "cuda":  # the kernels want one head dim for k and v
         padded = padded_v = kernel_head_dim(head_dim)

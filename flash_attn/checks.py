@@ -9,6 +9,7 @@ torch.compile (the ops check again).
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = {"cuda": 512}
@@ -83,6 +85,7 @@ def options(
     block_table: Tensor | None = None,
 ) -> None:
     """Values of the options; refuses by name what is not supported."""
+    dropout_p, softcap = _number("dropout_p", dropout_p), _number("softcap", softcap)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if dropout_p > 0.0:
@@ -91,8 +94,8 @@ def options(
         raise NotImplementedError("ALiBi is not supported: alibi_slopes must be None")
     if block_table is not None:
         raise NotImplementedError("paged keys are not supported: block_table must be None")
-    if not softcap >= 0.0:
-        raise ValueError(f"softcap must be >= 0, got {softcap}")
+    if not 0.0 <= softcap < float("inf"):
+        raise ValueError(f"softcap must be >= 0 and finite (0: none), got {softcap}")
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size!r}")
     for index, side in enumerate(window_size):
@@ -152,13 +155,58 @@ def sinks(x: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks must be on q's device {q.device}, got {x.device}")
 
 
+def softmax_scale(x: Any, device_type: str) -> float:
+    """A finite number; CUDA kernels take the maximum before they scale, so that theirs is positive."""
+    scale = float(_number("softmax_scale", x))
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale must be finite, got {scale}")
+    if scale <= 0.0 and device_type == "cuda":
+        raise NotImplementedError(f"softmax_scale must be > 0 on CUDA devices, got {scale}")
+    return scale
+
+
+def no_forward_mode(*tensors: Tensor | None) -> None:
+    """Refuses tangents, which the op would drop without a word."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("flash_attn: forward-mode derivatives (jvp) are not supported")
+
+
+def flag(name: str, x: Any) -> bool:
+    """A bool: Python's, NumPy's, a symbolic one, 0 or 1, or a tensor of no dimensions."""
+    if isinstance(x, bool | torch.SymBool):
+        return x  # type: ignore[return-value]
+    if (isinstance(x, int) and x in (0, 1)) or getattr(x, "ndim", None) == 0:
+        return bool(x)
+    raise TypeError(f"{name} must be a bool, got {x!r}")
+
+
+def _number(name: str, x: Any) -> Any:
+    """A real number: Python's, NumPy's, a symbolic one while tracing, or a one-element tensor."""
+    if isinstance(x, int | float | torch.SymInt | torch.SymFloat):
+        return x
+    error: Exception | None = None
+    if not isinstance(x, str | bytes):
+        try:
+            return float(x)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            error = problem
+    raise TypeError(f"{name} must be a number, got {x!r}") from error
+
+
 def _integer(name: str, x: Any) -> int:
-    """An integer: Python's, NumPy's, a symbolic one while tracing, or a one-element tensor."""
-    if not isinstance(x, int | torch.SymInt):
+    """An integer of 64 bits: Python's, NumPy's, a symbolic one while tracing, or a one-element tensor."""
+    if isinstance(x, torch.SymInt):
+        return x  # type: ignore[return-value]
+    if not isinstance(x, int):
         try:
             x = operator.index(x)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{name} must be an int, got {type(x).__name__}") from error
+    if not -(1 << 63) <= x < 1 << 63:
+        raise ValueError(f"{name} must be an int of 64 bits, got {x}")
     return x
 
 

@@ -64,8 +64,8 @@ def _scores_are_finite(
 ) -> bool:
     """False where a score might be NaN or infinite, by |q k^T| <= ||q|| ||k||: one pass over the used rows.
 
-    torch's kernels take a row of few scores that are all NaN for a masked one (out 0, lse 0), and a merge would
-    make finite numbers of it: _cpu_tiles.py does such calls.
+    torch's kernels take a row of few scores that are all NaN for a masked one (out 0, lse 0), and a merge
+    would make finite numbers of it: _cpu_tiles.py does such calls.
     """
     num_q = table[-1][1] if table else 0
     num_k, num_context = (max((row[i] for row in table), default=0) for i in (5, 3))

@@ -47,10 +47,10 @@ def flash_attn_func(
     Dv).
 
     fp16 or bf16 on GPUs, also fp32 and fp64 on the CPU. H is a multiple of Hk; Dv <= D. `softmax_scale`
-    defaults to D**-0.5. `window_size` (left, right): keys from position - left to position + right, -1 is
-    unbounded; `causal` caps right at 0. `softcap` > 0: scores become softcap * tanh(scores / softcap).
-    `return_attn_probs` adds lse (B, H, Sq) fp32 and an empty tensor (the dropout mask). Dropout and ALiBi
-    raise NotImplementedError.
+    defaults to D**-0.5 (on GPUs it must be positive). `window_size` (left, right): keys from position - left
+    to position + right, -1 is unbounded; `causal` caps right at 0. `softcap` > 0: scores become softcap *
+    tanh(scores / softcap). `return_attn_probs` adds lse (B, H, Sq) fp32 and an empty tensor (the dropout
+    mask). Dropout, ALiBi and forward-mode derivatives (jvp) raise NotImplementedError.
     """
     return dense(
         q,
@@ -148,7 +148,9 @@ def flash_attn_varlen_func(
     `cu_seqlens_q`, `cu_seqlens_k` (batch + 1,) int32 on q's device: sequence b has rows [cu[b], cu[b + 1]).
     Rows behind the last sequence give 0. `max_seqlen_*` are upper bounds. `return_attn_probs` adds lse (H,
     total_q) fp32 and an empty tensor. Values of cu_seqlens are checked on the CPU, and on GPUs with
-    FLASH_ATTN_CHECK=1. Otherwise as `flash_attn_func`.
+    FLASH_ATTN_CHECK=1. On GPUs what is made of them is kept until torch's version counters of the two tensors
+    change: write to them with in-place operations, not through `.data` or foreign kernels. Otherwise as
+    `flash_attn_func`.
     """
     return varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -37,8 +38,25 @@ DENSE: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((Q, K, K), {"dropout_p": 0.1}, NotImplementedError, r"dropout is not supported: .* got 0.1"),
     ((Q, K, K), {"dropout_p": -1.0}, ValueError, r"dropout_p must be in \[0, 1\), got -1.0"),
     ((Q, K, K), {"alibi_slopes": rand(4)}, NotImplementedError, r"ALiBi is not supported"),
-    ((Q, K, K), {"softcap": -1.0}, ValueError, r"softcap must be >= 0, got -1.0"),
-    ((Q, K, K), {"softcap": float("nan")}, ValueError, r"softcap must be >= 0, got nan"),
+    ((Q, K, K), {"softcap": -1.0}, ValueError, r"softcap must be >= 0 and finite \(0: none\), got -1.0"),
+    ((Q, K, K), {"softcap": float("nan")}, ValueError, r"softcap must be >= 0 and finite .*, got nan"),
+    ((Q, K, K), {"softcap": float("inf")}, ValueError, r"softcap must be >= 0 and finite .*, got inf"),
+    ((Q, K, K), {"softcap": None}, TypeError, r"softcap must be a number, got None"),
+    ((Q, K, K), {"dropout_p": "a"}, TypeError, r"dropout_p must be a number, got 'a'"),
+    ((Q, K, K), {"dropout_p": "0"}, TypeError, r"dropout_p must be a number, got '0'"),
+    ((Q, K, K), {"softmax_scale": "x"}, TypeError, r"softmax_scale must be a number, got 'x'"),
+    ((Q, K, K), {"softmax_scale": [1.0]}, TypeError, r"softmax_scale must be a number, got \[1.0\]"),
+    ((Q, K, K), {"softmax_scale": float("nan")}, ValueError, r"softmax_scale must be finite, got nan"),
+    ((Q, K, K), {"softmax_scale": float("-inf")}, ValueError, r"softmax_scale must be finite, got -inf"),
+    ((Q, K, K), {"causal": "no"}, TypeError, r"causal must be a bool, got 'no'"),
+    ((Q, K, K), {"causal": None}, TypeError, r"causal must be a bool, got None"),
+    ((Q, K, K), {"deterministic": 2}, TypeError, r"deterministic must be a bool, got 2"),
+    (
+        (Q, K, K),
+        {"window_size": (2**70, 0)},
+        ValueError,
+        r"window_size\[0\] must be an int of 64 bits, got 118",
+    ),
     ((Q, K, K), {"window_size": (1,)}, ValueError, r"window_size must be \(left, right\), got \(1,\)"),
     ((Q, K, K), {"window_size": 3}, ValueError, r"window_size must be \(left, right\), got 3"),
     ((Q, K, K), {"window_size": (1.5, 0)}, TypeError, r"window_size\[0\] must be an int, got float"),
@@ -89,6 +107,39 @@ def varlen(**changes: Any) -> Any:
 def test_varlen(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         varlen(**changes)
+
+
+def test_numbers_and_flags_of_other_types() -> None:
+    """NumPy's, integers and tensors without dimensions mean what the Python ones do."""
+    wanted = flash_attn.flash_attn_func(Q, K, K, softmax_scale=0.5, causal=True, softcap=2.0)
+    for causal, scale, softcap in (
+        (np.bool_(True), np.float32(0.5), np.int64(2)),
+        (1, torch.tensor(0.5), torch.tensor([2.0])),
+        (torch.tensor(True), 0.5, 2),
+    ):
+        got = flash_attn.flash_attn_func(Q, K, K, softmax_scale=scale, causal=causal, softcap=softcap)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_scales_that_are_not_positive_are_refused_on_gpus(scale: float) -> None:
+    assert checks.softmax_scale(scale, "cpu") == scale
+    with pytest.raises(NotImplementedError, match=f"softmax_scale must be > 0 on CUDA devices, got {scale}"):
+        checks.softmax_scale(scale, "cuda")
+
+
+def test_forward_mode_is_refused() -> None:
+    """The op has no forward-mode formula; torch would drop the tangents without a word."""
+    refused = pytest.raises(NotImplementedError, match=r"forward-mode derivatives \(jvp\) are not supported")
+    with refused:
+        torch.func.jvp(lambda x: flash_attn.flash_attn_func(x, K, K), (Q,), (torch.ones_like(Q),))
+    with torch.autograd.forward_ad.dual_level():
+        flash_attn.flash_attn_func(Q, K, K)  # no tangents
+        dual = torch.autograd.forward_ad.make_dual(K, torch.ones_like(K))
+        with refused:
+            flash_attn.flash_attn_func(Q, dual, K)
+        with refused:
+            flash_attn.flash_attn_func(Q, K, dual)
 
 
 def test_autocast_makes_no_floats_of_integers() -> None:
