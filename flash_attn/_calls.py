@@ -85,9 +85,12 @@ def attention(
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """out (..., H, Dv) with one more key per head, of logit sinks[h] and value 0; lse (..., H), sinks (H,).
 
-    It scales every row by sum exp / (sum exp + exp sink).
+    It scales every row by sum exp / (sum exp + exp sink). Rows without keys (lse -inf) are 0 under any sink,
+    and nothing of their gradient reaches the sinks; a sink of +inf takes all of a row, one of -inf nothing.
     """
-    return (out * torch.sigmoid(lse - sinks.to(lse.dtype))[..., None]).to(out.dtype)
+    # Masked before the sigmoid: -inf - (-inf) is NaN, and so would be its gradient.
+    logit = (lse - sinks.to(lse.dtype)).masked_fill(lse == -torch.inf, -torch.inf)
+    return (out * torch.sigmoid(logit)[..., None]).to(out.dtype)
 
 
 def _no_dropout_mask(out: Tensor) -> Tensor:

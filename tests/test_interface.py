@@ -162,6 +162,34 @@ def test_sinks() -> None:
     assert not torch.allclose(out, plain)
 
 
+@pytest.mark.parametrize("sink", [-torch.inf, torch.inf, 0.5])
+def test_sinks_and_rows_without_keys(sink: float) -> None:
+    """Rows without keys and behind the last sequence are 0 under any sink, and what their dout holds reaches
+    nothing."""
+    q, k, v = make((8, 2, 8), (3, 2, 8), (3, 2, 8))
+    sinks = torch.full((2,), sink, dtype=torch.float64, requires_grad=True)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 6], [0, 3, 3]))
+    none = q.new_zeros(0, 2, 8)
+
+    def call(sinks: Tensor | None) -> Tensor:
+        return flash_attn.flash_attn_dualkv_varlen_func(
+            q, none, none, k, v, cu_q, cu_k, 3, 0, 3, causal=True, sinks=sinks
+        )
+
+    out = call(sinks)
+    assert not out[3:].any()
+    if sink == torch.inf:
+        assert not out.any()
+    if sink == -torch.inf:
+        torch.testing.assert_close(out, call(None))
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(out, [q, k, v, sinks], dout, retain_graph=True)
+    assert all(x.isfinite().all() for x in wanted) and bool(wanted[3].any()) == (sink == 0.5)
+    dout[3:] = torch.nan
+    for got, want in zip(torch.autograd.grad(out, [q, k, v, sinks], dout), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_lse_layouts_and_extra_outputs() -> None:
     q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8)
     out, lse, dmask = flash_attn.flash_attn_func(q, k, k, return_attn_probs=True)
