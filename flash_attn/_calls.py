@@ -157,8 +157,12 @@ def _packed_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen:
 
 
 def varlen_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: int = 0) -> Tensor:
-    """Packed sequences' segments: one tensor for all layers that share cu_seqlens; backends remember by
-    it."""
+    """Packed sequences' segments: one tensor for all layers that share cu_seqlens; backends remember by it.
+
+    Remembered until cu_seqlens change: on the CPU by their values, on GPUs (where reading them waits) by
+    torch's version counter, which sees in-place operations but not writes through `.data`, DLPack or foreign
+    kernels.
+    """
     # A captured graph must rebuild them at each replay; inference tensors have no version to tell a change.
     capturing = cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()
     plain = type(cu_seqlens_q) is Tensor and type(cu_seqlens_k) is Tensor
@@ -166,7 +170,10 @@ def varlen_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: 
         return _packed_segments(cu_seqlens_q, cu_seqlens_k, context_seqlen)
     if cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference():
         return _packed_segments(cu_seqlens_q, cu_seqlens_k, context_seqlen)
-    key = (id(cu_seqlens_k), cu_seqlens_q._version, cu_seqlens_k._version, context_seqlen)
+    state: list[object] = [
+        x.tolist() if x.device.type == "cpu" else x._version for x in (cu_seqlens_q, cu_seqlens_k)
+    ]
+    key = (id(cu_seqlens_k), state, context_seqlen)
     known = _segments.get(cu_seqlens_q)
     if known is not None and known[0] == key and known[1]() is cu_seqlens_k:
         return known[2]

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from numerics import assert_close
@@ -311,6 +312,24 @@ def test_segments_are_remembered_until_cu_seqlens_change() -> None:
     wanted = flash_attn.flash_attn_varlen_func(x, x, x, fresh, fresh, 7, 7)
     torch.testing.assert_close(flash_attn.flash_attn_varlen_func(x, x, x, cu, cu, 7, 7), wanted)
     assert not torch.allclose(out, wanted)
+
+
+@pytest.mark.parametrize("behind", ["data", "numpy"])
+def test_cu_seqlens_may_change_behind_the_version_counter(behind: str) -> None:
+    values = np.array([0, 3, 7], dtype=np.int32)
+    cu = torch.from_numpy(values) if behind == "numpy" else torch.tensor([0, 3, 7], dtype=torch.int32)
+    x = torch.randn(7, 2, 8)
+    before = flash_attn.flash_attn_varlen_func(x, x, x, cu, cu, 7, 7)
+    version = cu._version
+    if behind == "numpy":
+        values[1] = 5
+    else:
+        cu.data[1] = 5
+    assert cu._version == version and cu.tolist() == [0, 5, 7]
+    fresh = torch.tensor([0, 5, 7], dtype=torch.int32)
+    after = flash_attn.flash_attn_varlen_func(x, x, x, cu, cu, 7, 7)
+    torch.testing.assert_close(after, flash_attn.flash_attn_varlen_func(x, x, x, fresh, fresh, 7, 7))
+    assert not torch.allclose(before, after)
 
 
 TAIL = {
