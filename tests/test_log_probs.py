@@ -139,10 +139,11 @@ def test_repeated_rows_add_up_in_fp32():
     )
     hidden.requires_grad_()
     labels = torch.zeros(512, dtype=torch.int64)
-    log_probs(hidden, labels, weight, pred_index=layout.pred_index).log_probs.sum().backward()
+    options = dict(pred_index=layout.pred_index, tile_elements=4)  # in 128 blocks of rows
+    log_probs(hidden, labels, weight, **options).log_probs.sum().backward()
     exact = hidden.detach().double().requires_grad_()
     twin(exact, labels, weight.double(), pred_index=layout.pred_index)[0].sum().backward()
-    assert (hidden.grad - exact.grad).norm() < 0.01 * exact.grad.norm()
+    assert (hidden.grad - exact.grad).norm() < 0.008 * exact.grad.norm()
 
 
 def test_half_precision_is_cast_before_the_softmax():
@@ -397,7 +398,7 @@ H, W, Y = torch.zeros(3, SIZE), torch.zeros(VOCAB, SIZE), torch.zeros(3, dtype=t
             NotImplementedError,
             "temperature has no gradient here",
         ),
-        (dict(softcap=0.0), ValueError, "softcap must be > 0 or None, got 0.0"),
+        (dict(softcap=0.0), ValueError, "softcap must be > 0 and finite, or None, got 0.0"),
         (dict(tile_elements=0), ValueError, "tile_elements must be at least 1, got 0"),
     ],
 )

@@ -4,9 +4,30 @@ free.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
 from flash_attn.checks import values_are_read
+
+
+def _check_kind(name: str, value: Any, also: str = "") -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor{also}, got {type(value).__name__}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or hasattr(value, "__float__")  # NumPy's numbers too
+
+
+def check_pack_rows(hidden: torch.Tensor, num_rows: int) -> None:
+    """Raises unless `hidden` has one row per row of the pack."""
+    _check_kind("hidden", hidden)
+    if hidden.dim() > 1 and hidden.shape[-2] != num_rows:
+        raise ValueError(
+            f"hidden must have the {num_rows} rows of the pack (layout.num_rows), got {list(hidden.shape)}"
+        )
 
 
 def check_tensors(
@@ -17,6 +38,11 @@ def check_tensors(
     pred_index: torch.Tensor | None,
 ) -> torch.Tensor:
     """Raises for wrong shapes, dtypes and devices; `hidden` as (T, size)."""
+    _check_kind("hidden", hidden)
+    _check_kind("labels", labels, " or a PackedBatch")
+    for name, tensor in (("weight", weight), ("bias", bias), ("pred_index", pred_index)):
+        if tensor is not None:
+            _check_kind(name, tensor, " or None")
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if hasattr(tensor, "full_tensor"):
             raise NotImplementedError(
@@ -26,7 +52,7 @@ def check_tensors(
         raise ValueError(f"hidden must be (num_rows, size) or (1, num_rows, size), got {list(hidden.shape)}")
     if not hidden.is_floating_point():
         raise TypeError(f"hidden must be floating point, got {hidden.dtype}")
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden.flatten(0, -2)
     if weight is None and bias is not None:
         raise ValueError("bias must come with weight, got weight=None")
     if weight is not None:
@@ -52,26 +78,47 @@ def check_tensors(
 
 
 def check_options(
-    labels: torch.Tensor, temperature: float | torch.Tensor, softcap: float | None, tile_elements: int
+    labels: torch.Tensor,
+    vocab_size: int,
+    temperature: float | torch.Tensor,
+    softcap: float | None,
+    ignore_index: int,
+    tile_elements: int,
 ) -> None:
+    if vocab_size < 1:
+        raise ValueError("the vocabulary must have at least one token, got 0 logits per row")
     if isinstance(temperature, torch.Tensor):
-        if temperature.numel() != labels.numel() or temperature.device != labels.device:
-            raise ValueError(
-                f"temperature must be a number or one per label {tuple(labels.shape)} on {labels.device}, "
-                f"got {list(temperature.shape)} on {temperature.device}"
-            )
-        if temperature.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "temperature has no gradient here: it must not require one, pass temperature.detach()"
-            )
-        if values_are_read(temperature) and not (temperature > 0).all():
-            raise ValueError(f"temperature must be > 0, got {temperature[~(temperature > 0)][0].item()}")
+        _check_temperatures(labels, temperature)
+    elif not _is_number(temperature):
+        raise TypeError(
+            f"temperature must be a number or a tensor, got {type(temperature).__name__} {temperature!r}"
+        )
     elif not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be > 0 or None, got {softcap}")
+    if softcap is not None and not _is_number(softcap):
+        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__} {softcap!r}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be > 0 and finite, or None, got {softcap}")
+    for name, value in (("ignore_index", ignore_index), ("tile_elements", tile_elements)):
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if tile_elements < 1:
         raise ValueError(f"tile_elements must be at least 1, got {tile_elements}")
+
+
+def _check_temperatures(labels: torch.Tensor, temperature: torch.Tensor) -> None:
+    shapes = (labels.shape, (labels.numel(),))
+    if temperature.shape not in shapes or temperature.device != labels.device:
+        raise ValueError(
+            f"temperature must be a number or one per label {tuple(labels.shape)} on {labels.device}, "
+            f"got {list(temperature.shape)} on {temperature.device}"
+        )
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "temperature has no gradient here: it must not require one, pass temperature.detach()"
+        )
+    if values_are_read(temperature) and not (temperature > 0).all():
+        raise ValueError(f"temperature must be > 0, got {temperature[~(temperature > 0)][0].item()}")
 
 
 def check_values(

@@ -14,12 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn.shared_prompt._log_probs_checks import check_options, check_tensors, check_values
+from flash_attn.shared_prompt._log_probs_checks import (
+    check_options,
+    check_pack_rows,
+    check_tensors,
+    check_values,
+)
 from flash_attn.shared_prompt.packing import IGNORE_INDEX, PackedBatch
 
 MAX_TILE_ROWS = 8192
 TILE_ELEMENTS = 2**25  # fp32 logits of a tile: 128 MiB
-# Stands for -inf inside a tile: exp gives 0, and 0 * (z - lse) stays 0 where -inf would make NaN.
+# Stands for -inf and all that lies below it inside a tile: exp gives 0, and 0 * (z - lse) stays 0 where
+# -inf would make NaN.
 _LOWEST = -1e30
 
 
@@ -50,15 +56,15 @@ def log_probs(
 
     `hidden` (T, hidden_size) or (1, T, hidden_size) with the LM head's `weight` (vocab_size, hidden_size) and
     `bias` (vocab_size,), or without `weight` the logits themselves (T, vocab_size). `labels` is a
-    `PackedBatch` (every response token, first ones included, both boundaries: results (n,) in the order of
-    its labels, for `unpack_responses`), or an int64 tensor: (T,) or (1, T), the label that each row predicts,
-    or with `pred_index` (n,) the label that row `pred_index[j]` predicts (rows may repeat; gradients of
-    repeated hidden rows add up in fp32).
+    `PackedBatch` (T = layout.num_rows; every response token, first ones included, both boundaries: results
+    (n,) in the order of its labels, for `unpack_responses`), or an int64 tensor: (T,) or (1, T), the label
+    that each row predicts, or with `pred_index` (n,) the label that row `pred_index[j]` predicts (rows may
+    repeat; gradients of repeated hidden rows add up in fp32).
 
-    `temperature` > 0, a number or one per label (constants: no gradient); `softcap` is the model's final
-    logit softcap (applied before the temperature). Nothing is changed in place. bf16 and fp16 logits are cast
-    to fp32 before anything else happens. Labels equal to `ignore_index` give exactly 0 and no gradient.
-    Logits of -inf have probability 0.
+    `temperature` > 0, a number or one per label, flat or in the labels' shape (constants: no gradient);
+    `softcap` is the model's final logit softcap (finite; applied before the temperature). Nothing is changed
+    in place. bf16 and fp16 logits are cast to fp32 before anything else happens. Labels equal to
+    `ignore_index` give exactly 0 and no gradient. Logits of -inf have probability 0.
 
     Label values are checked on the CPU; on a GPU (no host sync, unless FLASH_ATTN_CHECK=1) a wrong label
     gives NaN. Gradients of both results flow to `hidden`, `weight` and `bias`, whichever require them.
@@ -69,9 +75,10 @@ def log_probs(
             raise ValueError("pred_index must not be given with a PackedBatch, which has its own")
         packed, unique = labels, labels.layout.boundary == "fork"
         labels, pred_index = packed.labels, packed.pred_index
+        check_pack_rows(hidden, packed.layout.num_rows)
     rows = check_tensors(hidden, labels, weight, bias, pred_index)
     vocab_size = rows.shape[1] if weight is None else weight.shape[0]
-    check_options(labels, temperature, softcap, tile_elements)
+    check_options(labels, vocab_size, temperature, softcap, ignore_index, tile_elements)
     check_values(labels, pred_index, vocab_size, rows.shape[0], ignore_index)
     if torch.is_autocast_enabled(rows.device.type) and weight is not None and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(rows.device.type)
@@ -197,6 +204,8 @@ def _forward_block(tiles: _Tiles, block: slice, with_entropy: bool) -> tuple[tor
             )
         total = scale * total + exponentials.sum(1, keepdim=True)
         maximum = new_maximum
+    # A row that lies below _LOWEST as a whole is flat, at its label too; -inf there stays impossible.
+    at_label = at_label.masked_fill((maximum <= _LOWEST) & (at_label > -torch.inf), _LOWEST)
     log_total = total.log()
     entropy = log_total - weighted / total
     return tuple(x[:, 0] for x in (at_label - maximum - log_total, maximum, log_total, entropy))
