@@ -9,7 +9,6 @@ torch.compile (the ops check again).
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import os
 from collections.abc import Sequence
@@ -158,7 +157,7 @@ def sinks(x: Tensor | None, q: Tensor) -> None:
 def softmax_scale(x: Any, device_type: str) -> float:
     """A finite number; CUDA kernels take the maximum before they scale, so that theirs is positive."""
     scale = float(_number("softmax_scale", x))
-    if not math.isfinite(scale):
+    if not -float("inf") < scale < float("inf"):  # may be symbolic: no math.isfinite
         raise ValueError(f"softmax_scale must be finite, got {scale}")
     if scale <= 0.0 and device_type == "cuda":
         raise NotImplementedError(f"softmax_scale must be > 0 on CUDA devices, got {scale}")

@@ -281,6 +281,18 @@ def test_values_are_not_read_while_tracing() -> None:
         compiled(R, cu(0, 2, 7))
 
 
+def test_numbers_may_be_symbolic_while_tracing() -> None:
+    torch._dynamo.reset()
+    call = flash_attn.flash_attn_func
+    compiled = torch.compile(
+        lambda x, scale, softcap: call(x, x, x, softmax_scale=scale, softcap=softcap, causal=True),
+        fullgraph=True, dynamic=True, backend="aot_eager",
+    )  # fmt: skip
+    for scale, softcap in ((0.3, 2.5), (0.7, 3.5), (0.9, 4.5)):
+        wanted = call(K, K, K, softmax_scale=scale, softcap=softcap, causal=True)
+        torch.testing.assert_close(compiled(K, scale, softcap), wanted)
+
+
 def test_gpu_values_are_read_on_demand_only(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu:
         device = torch.device("cuda")
