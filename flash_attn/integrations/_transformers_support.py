@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from flash_attn.integrations._transformers_passing import lost_argument
 from flash_attn.integrations._transformers_rope import length_dependent_rope
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -196,3 +197,7 @@ def _check_modules(model: Any) -> None:
         raise NotImplementedError(
             f"{kind}: {num_layers} layers, but {num_attention} modules that use the attention interface"
         )
+    for name, _ in attention:
+        reason = lost_argument(backbone, name)
+        if reason is not None:
+            raise NotImplementedError(f"{kind}: {reason}")
