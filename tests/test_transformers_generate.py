@@ -129,9 +129,9 @@ def test_chunked_prefill_then_decoding(kind: str, static: bool, with_mask: bool)
 @pytest.mark.parametrize("columns", ["so far", "cache, ones", "cache, zeros"])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 def test_static_caches_under_masks_of_their_length(kind: str, columns: str, padding: int) -> None:
-    """Prefill of 9 tokens (beyond the windows), whole or in chunks, 3 decode steps, then 2 tokens at once, in a cache of 16;
-    the mask may have a column for every slot, whatever it says of the unused ones. With padding on the left
-    of one row, and none."""
+    """Prefill of 9 tokens (beyond the windows), whole or in chunks, 3 decode steps, then 2 tokens at
+    once, in a cache of 16; the mask may have a column for every slot, whatever it says of the unused ones.
+    With padding on the left of one row, and none."""
     ids = torch.randint(3, 67, (2, 14))
     begins = torch.tensor([padding, 0])[:, None]
     slots = torch.arange(16)[None]

@@ -212,6 +212,17 @@ def test_inject_needs_a_backbone_that_passes_kwargs() -> None:
         dualkv.inject(torch.nn.Linear(2, 2))
 
 
+def test_inject_refuses_other_layouts_at_once() -> None:
+    model, other = model_of("llama", "dualkv"), 5
+    with pytest.raises(TypeError, match="layout must be a SharedPromptLayout or None, got int"):
+        dualkv.inject(model, other)  # type: ignore[arg-type]
+    assert not model.model._forward_pre_hooks
+    injection = dualkv.inject(model)
+    with pytest.raises(TypeError, match="layout must be a SharedPromptLayout or None, got int"):
+        injection.layout = other
+    assert injection.layout is None
+
+
 # wrap
 
 

@@ -15,7 +15,7 @@ from transformers_models import config_of, gradients, model_of, packed_batch, pa
 from flash_attn.integrations import transformers as dualkv
 from flash_attn.integrations._transformers_attention import dualkv_attention
 from flash_attn.integrations._transformers_masks import dualkv_mask
-from flash_attn.shared_prompt import SharedPromptLayout
+from flash_attn.shared_prompt import SharedPromptLayout, pack
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama4_text", LLAMA4, "layer type 'chunked_attention' is not supported"),
     ("rwkv", {"attention_hidden_size": 32}, LINEAR),
     ("bloom", {"n_head": 4, "n_layer": 2}, "2 layers, but 0 modules that use the attention interface"),
+    ("stablelm", {}, "StableLmDecoderLayer does not pass keyword arguments on to self_attn"),
+    ("nemotron", {}, "NemotronDecoderLayer does not pass keyword arguments on to self_attn"),
+    ("phimoe", {"sliding_window": 6}, "PhimoeAttention has a sliding window but does not tell attention"),
+    ("moshi", {}, "MoshiAttention has a sliding window but does not tell attention its size"),
     ("bert", {}, "only causal attention"),
     ("t5", {}, "encoder-decoder models are not supported"),
 ]
@@ -242,6 +246,16 @@ CU = torch.tensor([0, 2, 6], dtype=torch.int32)
         ({"dualkv_layout": LAYOUT, "k_len": 8}, ValueError, "one row without cached keys"),
         ({"dualkv_layout": LAYOUT, "rows": 2}, ValueError, "one row without cached keys"),
         ({"dualkv_layout": LAYOUT, "cu_seq_lens_q": CU}, ValueError, "must come without cu_seq_lens_q"),
+        (
+            {"dualkv_layout": LAYOUT, "q_len": 7, "k_len": 7},
+            ValueError,
+            "must describe the pack's 7 tokens, got a layout of 6 rows",
+        ),
+        (
+            {"dualkv_layout": LAYOUT, "q_len": 5, "k_len": 5},
+            ValueError,
+            "must describe the pack's 5 tokens, got a layout of 6 rows",
+        ),
         ({"dualkv_layout": (3, 1, 1)}, TypeError, "must be a SharedPromptLayout, got tuple"),
     ],
 )
@@ -312,3 +326,14 @@ def test_log_probs_of_batch_refuses_heads_it_does_not_know() -> None:
     with pytest.raises(NotImplementedError, match="does more than a linear layer"):
         dualkv.log_probs_of_batch(model, packed)
     assert not gradients(model_of("llama"), [torch.zeros(1, requires_grad=True)])
+
+
+def test_packs_that_are_none_or_empty_and_arguments_of_ones_own_are_refused_by_name() -> None:
+    model, packed = model_of("llama", "dualkv"), packed_batch()
+    for call in (dualkv.packed_forward, dualkv.log_probs_of_batch):
+        with pytest.raises(TypeError, match=r"packed must be a PackedBatch .*, got dict"):
+            call(model, {})
+        with pytest.raises(ValueError, match=r"packed must have at least one token, got input_ids \[1, 0\]"):
+            call(model, pack([], []))
+    with pytest.raises(ValueError, match=r"logits_to_keep must not be given: log_probs_of_batch .*, got 3"):
+        dualkv.log_probs_of_batch(model, packed, logits_to_keep=3)

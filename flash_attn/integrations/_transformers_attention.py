@@ -23,6 +23,7 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_func,
 )
 from flash_attn.integrations import _transformers_receipt as receipts
+from flash_attn.integrations._transformers_passing import window_is_hidden
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.shared_prompt.layout import SharedPromptLayout
 
@@ -136,13 +137,7 @@ def _refuse_unknown(module: torch.nn.Module, dropout: float, kwargs: dict[str, A
 
 def _window(module: torch.nn.Module, sliding_window: Any, causal: bool, num_keys: int) -> tuple[int, int]:
     if sliding_window is _ABSENT:
-        config = getattr(module, "config", None)
-        layer_types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-        if layer_types and index is not None and index < len(layer_types):
-            slides = layer_types[index] != "full_attention"
-        else:
-            slides = getattr(config, "sliding_window", None) is not None
-        if slides and getattr(config, "use_sliding_window", True):
+        if window_is_hidden(module):
             raise NotImplementedError(
                 f"{type(module).__name__} has a sliding window but does not tell attention its size"
             )
@@ -174,6 +169,12 @@ def _shared_prompt(
         raise ValueError(
             "a shared-prompt pack must be one row without cached keys (use_cache=False), got "
             f"{q.shape[0]} rows, {q.shape[1]} queries, {k.shape[1]} keys"
+        )
+    # Not in a graph, where the comparison would compile anew for each layout.
+    compiling = torch.compiler.is_compiling()
+    if not compiling and layout.capacities is None and q.shape[1] != layout.total:
+        raise ValueError(
+            f"dualkv_layout must describe the pack's {q.shape[1]} tokens, got a layout of {layout.total} rows"
         )
     if not options.causal:
         raise NotImplementedError(

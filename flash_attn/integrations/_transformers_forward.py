@@ -37,8 +37,9 @@ def packed_forward(model: torch.nn.Module, packed: PackedBatch, **kwargs: Any) -
     them. Other arguments go to the model (inputs_embeds replaces input_ids); its outputs come back, e.g.
     logits (1, T, V). Works with the implementation "dualkv" and with wrapped ones. The auxiliary loss of
     MoE models (output_router_logits) is that of the replicated batch. Raises RuntimeError when an attention
-    layer did not use the layout.
+    layer did not use the layout, TypeError and ValueError for a `packed` that is none or empty.
     """
+    _check_packed(packed)
     require_supported(model)
     layout = packed.layout
     config = unwrap(model).config
@@ -61,6 +62,15 @@ def packed_forward(model: torch.nn.Module, packed: PackedBatch, **kwargs: Any) -
         inputs.update(attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True)
     with receipt(model, layout):
         return model(**{**inputs, **kwargs})
+
+
+def _check_packed(packed: Any) -> None:
+    if not isinstance(packed, PackedBatch):
+        raise TypeError(
+            f"packed must be a PackedBatch (flash_attn.shared_prompt.pack), got {type(packed).__name__}"
+        )
+    if not packed.input_ids.numel():
+        raise ValueError(f"packed must have at least one token, got input_ids {list(packed.input_ids.shape)}")
 
 
 class BatchLogProbs(NamedTuple):
@@ -88,6 +98,12 @@ def log_probs_of_batch(
     handled; the first call on a model compares one row with the model's own logits, and raises
     NotImplementedError where they differ or the head is not a plain linear.
     """
+    _check_packed(packed)
+    if "logits_to_keep" in kwargs:
+        raise ValueError(
+            "logits_to_keep must not be given: log_probs_of_batch returns the log-probs of every response "
+            f"token and keeps no logits, got {kwargs['logits_to_keep']!r}"
+        )
     hidden: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -41,6 +41,17 @@ class Injection:
             self._add_layout, with_kwargs=True, prepend=True
         )
 
+    @property
+    def layout(self) -> SharedPromptLayout | None:
+        """What the next forward gets."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: SharedPromptLayout | None) -> None:
+        if layout is not None and not isinstance(layout, SharedPromptLayout):
+            raise TypeError(f"layout must be a SharedPromptLayout or None, got {type(layout).__name__}")
+        self._layout = layout
+
     def _add_layout(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
