@@ -23,6 +23,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from grpo.measure import machine
+
 import flash_attn
 from flash_attn.shared_prompt import SharedPromptLayout
 
@@ -194,7 +197,7 @@ def main() -> None:
         )
         rows.append({**asdict(MEMORY_CASE), **memory})
     if args.json:
-        report = {"torch": torch.__version__, "threads": args.threads, "rows": rows}
+        report = {"machine": machine(torch.device("cpu")), "rows": rows}
         args.json.write_text(json.dumps(report, indent=1))
 
 
