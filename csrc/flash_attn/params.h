@@ -19,6 +19,10 @@ struct TileSizes {
     int bwd_block_n;  // most keys of a KeyItem
 };
 
+// The kernels address a tile of up to 128 rows of 16-bit elements by 32-bit byte offsets; this is what that leaves for a
+// row. flash_api.cpp copies tensors of wider rows.
+constexpr int64_t kMaxRowStride = (int64_t(1) << 31) / (2 * 128);
+
 // Keys that one packed query row sees. Absolute rows of the context and the decoded tensor; empty means begin >= end.
 struct RowSpan {
     int context_begin, context_end;

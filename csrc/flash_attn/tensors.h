@@ -60,10 +60,11 @@ inline cudaStream_t current_stream(int device) {
 }
 
 // (rows, heads, head_dim) with any strides the kernels can use: contiguous last dimension, base and strides multiples of
-// 16 bytes, no stride 0 (expanded gradients; TMA has none). Other tensors are copied.
+// 16 bytes, no stride 0 (expanded gradients; TMA has none), rows within kMaxRowStride. Other tensors are copied.
 inline Tensor as_operand(Tensor const& x) {
     bool ok = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && (x.stride(2) == 1 || x.size(2) == 1);
     for (int64_t i = 0; i < 2; ++i) ok = ok && (x.size(i) <= 1 || (x.stride(i) > 0 && x.stride(i) % 8 == 0));
+    ok = ok && (x.size(0) <= 1 || x.stride(0) < kMaxRowStride);
     if (ok || x.numel() == 0) return x;
     Tensor copy = new_empty(x, {x.size(0), x.size(1), x.size(2)}, x.scalar_type());
     return torch::stable::copy_(copy, x);

@@ -91,6 +91,24 @@ def test_subset_of_gradients(path: int) -> None:
     assert tensors["q"].grad is not None and tensors["k"].grad is None
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_rows_too_far_apart_for_the_kernels_are_copied(path: int, name: str) -> None:
+    """2^23 elements from row to row: a tile's 32-bit byte offsets do not reach (`kMaxRowStride`)."""
+    case = shared_case([20], [[6, 10]])
+    with poisoned():
+        want = run(case, attend_segments(case, True), case.dtype)
+    rows, heads, dim = case.tensors[name].shape
+    apart = case.tensors[name].new_empty(rows, 1 << 23)[:, : heads * dim].unflatten(1, (heads, dim))
+    apart.copy_(case.tensors[name])
+    tensors = {**case.tensors, name: apart}
+    leaves = [x.detach().requires_grad_() for x in tensors.values()]
+    with poisoned():
+        out, lse = attend_segments(case, True)(**dict(zip(tensors, leaves, strict=True)))
+        grads = torch.autograd.grad([out, lse], leaves, [case.dout, case.dlse])
+    for got, expected in zip([out, lse, *grads], want.values(), strict=True):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 def test_more_than_2_31_elements(path: int, deterministic: bool) -> None:
     """Rows far apart in memory, whose offsets exceed 2^31 in every tensor, equal to a compact copy."""

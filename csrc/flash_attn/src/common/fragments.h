@@ -222,9 +222,7 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
 
 // Rows of a tensor into a shared tile; rows outside [first, last) and columns from `num_cols` on become zero. `source`
 // points at row 0 of the tile (it may lie outside the tensor when that row is not copied). Uniform over the block except for
-// a 32-bit offset inside the tile: kMaxRowStride is what that leaves for a row.
-constexpr int64_t kMaxRowStride = (int64_t(1) << 31) / (2 * 128);
-
+// a 32-bit offset inside the tile (kMaxRowStride of params.h).
 template <int kRows, int kCols, int kThreads>
 __device__ __forceinline__ void load_rows(uint32_t tile, void const* source, int64_t row_stride, int first, int last,
                                           int num_cols) {
