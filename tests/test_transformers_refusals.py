@@ -23,7 +23,9 @@ def _registered() -> None:
     dualkv.register()
 
 
-# Models: (kind, changes, reason). Older releases have no layer_types for some, whose modules then tell.
+# Models: (kind, changes, reason). Older releases have no layer_types for some, whose modules then tell, and attention
+# of their own, outside the interface, for others.
+OWN_ATTENTION = "2 layers, but 0 modules that use the attention interface"
 LINEAR = r"layer type '(linear_attention|mamba)' is not|mix outside attention|mixes rows|no attention heads"
 MAMBA2 = {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1}
 LLAMA4 = {"num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]}
@@ -36,11 +38,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon_h1", {}, "layer type 'hybrid' is not supported|mix outside attention|mixes rows"),
     ("llama4_text", LLAMA4, "layer type 'chunked_attention' is not supported"),
     ("rwkv", {"attention_hidden_size": 32}, LINEAR),
-    ("bloom", {"n_head": 4, "n_layer": 2}, "2 layers, but 0 modules that use the attention interface"),
+    ("bloom", {"n_head": 4, "n_layer": 2}, OWN_ATTENTION),
     ("stablelm", {}, "StableLmDecoderLayer does not pass keyword arguments on to self_attn"),
-    ("nemotron", {}, "NemotronDecoderLayer does not pass keyword arguments on to self_attn"),
+    ("nemotron", {}, f"NemotronDecoderLayer does not pass keyword arguments on to self_attn|{OWN_ATTENTION}"),
     ("phimoe", {"sliding_window": 6}, "PhimoeAttention has a sliding window but does not tell attention"),
-    ("moshi", {}, "MoshiAttention has a sliding window but does not tell attention its size"),
+    ("moshi", {}, rf"MoshiAttention has a sliding window but does not tell|on to layers\[\]|{OWN_ATTENTION}"),
     ("bert", {}, "only causal attention"),
     ("t5", {}, "encoder-decoder models are not supported"),
 ]
