@@ -23,8 +23,8 @@ def _registered() -> None:
     dualkv.register()
 
 
-# Models: (kind, changes, reason). Older releases have no layer_types for some, whose modules then tell, and attention
-# of their own, outside the interface, for others.
+# Models: (kind, changes, reason). Older releases have no layer_types for some, whose modules then tell, and
+# attention of their own, outside the interface, for others.
 OWN_ATTENTION = "2 layers, but 0 modules that use the attention interface"
 LINEAR = r"layer type '(linear_attention|mamba)' is not|mix outside attention|mixes rows|no attention heads"
 MAMBA2 = {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1}
