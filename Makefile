@@ -28,6 +28,7 @@ test-trl: $(TRL_VENV)/trl.stamp  ## the tests of the TRL trainers, in an environ
 	$(TRL_VENV)/bin/python -m pytest tests/trl -m "$(LOCAL_TESTS)" $(ARGS)
 
 test-gpu:  ## the GPU tests, both code paths and the composed backend, in the Python that runs; writes benchmarks/results/<gpu>/tests*.json
+	@nvidia-smi > /dev/null || { echo "make test-gpu needs an NVIDIA GPU"; exit 1; }
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) tests/gpu/run_isolated.py --out benchmarks/results/$(GPU)/tests.json $(ARGS)
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(wildcard tests/test_*.py) --ignore-glob "tests/gpu/test_*" -m "gpu or multi_gpu" --gpu-report benchmarks/results/$(GPU)/tests_composed.json
@@ -36,6 +37,7 @@ install:  ## install into the Python that runs (CUDA library where a GPU is visi
 	$(PYTHON) -m pip install "setuptools>=77" wheel ninja
 	$(PYTHON) -m pip install --no-deps nvidia-cutlass==4.2.0
 	$(PYTHON) -m pip install --no-build-isolation . $(ARGS)
+	@cd / && $(PYTHON) -c "import flash_attn as f; print('flash_attn', f.__version__, '- compiled kernels:', f.why_unavailable() or 'available')"
 
 wheel: $(VENV)/dev.stamp  ## build dist/*.whl (CUDA library as for install)
 	$(BIN)/python -m build --wheel --no-isolation $(ARGS)

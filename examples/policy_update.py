@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from grpo.compare import TOLERANCES, compare, problems
+from grpo.compare import TOLERANCES, compare, problems, reward_problems
 from grpo.measure import machine
 from grpo.report import as_record, plot, print_table
 from grpo.sampling import load_policy, sample, stop_tokens
@@ -112,6 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.perf_counter()
     groups = roll_out(model, tokenizer, options)
     sampling_seconds = time.perf_counter() - begin
+    if found := reward_problems(groups):
+        return failed(found)
     warm_up(model, groups, options.temperature)
     updates = [run_update(variant, model, groups, options.temperature) for variant in VARIANTS]
     differences, tolerance = compare(*updates), TOLERANCES[dtype]
@@ -128,12 +130,16 @@ def main(arguments: list[str] | None = None) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
         print(f"figures: {options.json}")
-    found = problems(groups, differences, tolerance)
+    if found := problems(groups, differences, tolerance):
+        return failed(found)
+    print(f"equal within rounding, and the shared update was {record['speedup']:.1f}x faster")
+    return 0
+
+
+def failed(found: list[str]) -> int:
     for problem in found:
         print(f"FAILED: {problem}", file=sys.stderr)
-    if not found:
-        print(f"equal within rounding, and the shared update was {record['speedup']:.1f}x faster")
-    return 1 if found else 0
+    return 1
 
 
 if __name__ == "__main__":

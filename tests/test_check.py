@@ -110,7 +110,9 @@ def test_other_precisions_of_the_model(dtype):
     assert result.passed, str(result)
     precisions = {row.precision for row in result.rows}
     assert precisions == ({"float64"} if dtype == torch.float64 else {"float64", "bfloat16"})
-    assert not check(Model("ignores layout").to(dtype)).passed
+    result = check(Model("ignores layout").to(dtype))
+    assert not result.passed
+    assert "note: a model that ignores dualkv_layout differs everywhere" in result.table()
 
 
 def test_where_float64_is_not_built_the_models_own_precision_decides():

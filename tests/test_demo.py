@@ -168,6 +168,16 @@ def test_the_program_fails_where_the_updates_differ(folder, monkeypatch, tmp_pat
     assert "FAILED: gradient of shared and replicated differ by" in capsys.readouterr().err
 
 
+def test_the_program_stops_before_the_updates_where_rewards_teach_nothing(
+    folder, monkeypatch, tmp_path, capsys
+):
+    pytest.importorskip("tabulate", reason="reasoning-gym's dependencies are not installed")
+    monkeypatch.setattr(policy_update, "run_update", lambda *_: pytest.fail("an update ran"))
+    monkeypatch.setattr(policy_update, "reward_problems", lambda groups: ["rewards are equal"])
+    assert run(folder, monkeypatch, tmp_path, "--num-groups", "1") == 1
+    assert "FAILED: rewards are equal" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -186,6 +196,11 @@ def test_wrong_options_are_refused(arguments, message, capsys):
 def test_a_model_that_is_no_folder_is_refused():
     with pytest.raises(SystemExit, match=r"--model must be a folder .* got 'no/such/model'"):
         policy_update.main(["--model", "no/such/model"])
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"--model must hold a tokenizer beside the model"):
+        policy_update.main(["--model", str(tmp_path)])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")

@@ -79,12 +79,20 @@ def compare(replicated: Update, shared: Update) -> Differences:
     )
 
 
+def reward_problems(groups: list[Group]) -> list[str]:
+    """Why these rewards teach nothing: known before any update."""
+    unequal = sum(len(set(g.rewards)) > 1 for g in groups)
+    if 2 * unequal >= len(groups):
+        return []
+    return [
+        f"only {unequal} of {len(groups)} groups have unequal rewards, so the update would teach nothing: "
+        "try more --num-responses, more --max-new-tokens, another --task or --seed"
+    ]
+
+
 def problems(groups: list[Group], differences: Differences, tolerance: Tolerance) -> list[str]:
     """Why this run proves nothing, or proves a fault. Empty: all is well."""
-    found = []
-    unequal = sum(len(set(g.rewards)) > 1 for g in groups)
-    if 2 * unequal < len(groups):
-        found.append(f"only {unequal} of {len(groups)} groups have unequal rewards, try another --seed")
+    found = reward_problems(groups)
     if not differences.gradient_norm > 0:
         found.append(f"the gradient norm must be above 0, got {differences.gradient_norm}")
     for what in ("log_prob", "loss", "gradient", "gradient_total"):

@@ -36,6 +36,10 @@ def load_policy(
         if not folder.is_dir():
             raise SystemExit(f"--model must be a folder with a Hugging Face model, got {path!r}")
         name = folder.name
+    if path is not None and not (folder / "tokenizer_config.json").is_file():
+        raise SystemExit(
+            f"--model must hold a tokenizer beside the model (tokenizer_config.json), got {path!r}"
+        )
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
     return model.to(device).eval(), tokenizer, name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,9 +48,17 @@ class CheckRow:
         return self.relative <= self.tolerance  # False for NaN
 
 
+LAYOUT_HINT = (
+    "a model that ignores dualkv_layout differs everywhere. With transformers, load it with "
+    'attn_implementation="dualkv" and pass '
+    "packed_forward=flash_attn.integrations.transformers.packed_forward, which names the layers that did "
+    "not use the layout"
+)
+
+
 @dataclass(frozen=True)
 class CheckResult:
-    """`rows` of every quantity and precision; `notes` say what could not be run."""
+    """`rows` of every quantity and precision; `notes` say what could not be run, or where to look."""
 
     rows: tuple[CheckRow, ...]
     notes: tuple[str, ...]
@@ -144,7 +152,10 @@ def check_gradients(
         progress or (lambda message: None),
     )
     with restored_state(model, named), torch.enable_grad():
-        return _compare(steps)
+        result = _compare(steps)
+    if result.passed or packed_forward is not None:
+        return result
+    return replace(result, notes=(*result.notes, LAYOUT_HINT))
 
 
 def _named_parameters(
