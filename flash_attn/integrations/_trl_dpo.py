@@ -21,7 +21,7 @@ from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_cost import flop_cost_model
 from flash_attn.integrations._trl_models import IMPLEMENTATION, trainer_refusal, use_dualkv
-from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats
+from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats, settings_of
 from flash_attn.integrations.transformers import multiplicity_mask, receipt, register
 from flash_attn.shared_prompt import PackedBatch, pack, unpack_responses
 from flash_attn.shared_prompt.cost_model import CostModel, GroupLens
@@ -43,7 +43,7 @@ class SharedPairsMixin:
     _metrics: dict[str, Any]
 
     def __init__(self, *args: Any, shared_prompt: SharedPromptSettings | None = None, **kwargs: Any) -> None:
-        self.shared_prompt = shared_prompt or SharedPromptSettings()
+        self.shared_prompt = settings_of(shared_prompt)
         self.sharing = SharingStats()
         register(IMPLEMENTATION)
         super().__init__(*args, **kwargs)

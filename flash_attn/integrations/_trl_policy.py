@@ -16,7 +16,7 @@ from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_batch import HostRows, SharedStep
 from flash_attn.integrations._trl_cost import calibrate_passes, flop_cost_model
 from flash_attn.integrations._trl_models import IMPLEMENTATION, check_settings, trainer_refusal, use_dualkv
-from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats
+from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats, settings_of
 from flash_attn.integrations._trl_shuffle import GroupShuffleMixin
 from flash_attn.integrations.transformers import packed_forward, register
 from flash_attn.shared_prompt.cost_model import CostModel
@@ -55,7 +55,7 @@ class SharedPromptMixin(GroupShuffleMixin):
     _metrics: dict[str, Any]
 
     def __init__(self, *args: Any, shared_prompt: SharedPromptSettings | None = None, **kwargs: Any) -> None:
-        self.shared_prompt = shared_prompt or SharedPromptSettings()
+        self.shared_prompt = settings_of(shared_prompt)
         self.sharing = SharingStats()
         register(IMPLEMENTATION)
         super().__init__(*args, **kwargs)

@@ -33,6 +33,15 @@ class SharedPromptSettings:
             raise ValueError(f"max_packed_tokens must be at least 1, got {self.max_packed_tokens}")
 
 
+def settings_of(shared_prompt: SharedPromptSettings | None) -> SharedPromptSettings:
+    """The trainers' argument `shared_prompt`, checked; None: the defaults."""
+    if shared_prompt is None:
+        return SharedPromptSettings()
+    if not isinstance(shared_prompt, SharedPromptSettings):
+        raise TypeError(f"shared_prompt must be SharedPromptSettings(...) or None, got {shared_prompt!r}")
+    return shared_prompt
+
+
 @dataclass
 class SharingStats:
     """Counts over a trainer's life, on this process. `fallbacks`: log-prob passes that ran unshared, by

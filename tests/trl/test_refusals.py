@@ -163,6 +163,8 @@ def test_an_over_long_row_is_named_and_still_right(folder):
     torch.testing.assert_close(ours[0], parents[0], atol=2e-6, rtol=2e-6)
     with pytest.raises(ValueError, match="max_packed_tokens must be at least 1, got 0"):
         SharedPromptSettings(max_packed_tokens=0)
+    with pytest.raises(TypeError, match=r"must be SharedPromptSettings\(...\) or None, got True"):
+        tiny_trainer(folder, shared_prompt=True)
 
 
 def test_several_reentrant_forwards_under_ddp_are_refused_at_once(folder):
