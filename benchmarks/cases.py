@@ -72,4 +72,9 @@ CASES: dict[str, list[Case]] = {
     "long": [Case(4, 65536, 512), Case(16, 65536, 2048)],
     "groups": [Case(8, 4096, 1024, num_groups=4)],
 }
-PLAIN: list[PlainCase] = [PlainCase(16, s, causal) for s in (500, 4096) for causal in (True, False)]
+PLAIN: list[PlainCase] = [
+    PlainCase(16, seqlen, causal, head_dim=d)
+    for d in (128, 64)
+    for seqlen in (500, 4096)
+    for causal in (True, False)
+]

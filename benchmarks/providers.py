@@ -386,17 +386,16 @@ def plain_providers(case: PlainCase) -> dict[str, Pair]:
         return forward, backward  # type: ignore[return-value]
 
     def sdpa_fa2() -> Pair:
-        args = [x.transpose(1, 2) for x in (q, k, v)]
-        saved = aten._scaled_dot_product_flash_attention(*args, 0.0, case.causal, scale=scale)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        args = [x.transpose(1, 2) for x in leaves]
 
         def forward() -> Tensor:
             return aten._scaled_dot_product_flash_attention(*args, 0.0, case.causal, scale=scale)[0]
 
+        out = forward()
+
         def backward() -> tuple[Tensor, ...]:
-            return aten._scaled_dot_product_flash_attention_backward(
-                dout.transpose(1, 2), *args, saved[0], saved[1], *saved[2:6], 0.0, case.causal, *saved[6:8],
-                scale=scale,
-            )  # fmt: skip
+            return torch.autograd.grad(out, leaves, dout.transpose(1, 2), retain_graph=True)
 
         return forward, backward  # type: ignore[return-value]
 

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import CASES, PLAIN, Case, PlainCase  # noqa: E402
 from providers import PROVIDERS, Pair, Problem, plain_providers  # noqa: E402
-from timing import as_graph, interleaved, peak_gib  # noqa: E402
+from timing import Memory, as_graph, interleaved, memory  # noqa: E402
 
 TOLERANCE = 2e-2
 
@@ -106,7 +106,7 @@ def clean() -> None:
 def time_case(case: Case, names: Iterable[str], repeats: int, wrong: dict[str, str]) -> list[dict[str, Any]]:
     pairs: dict[str, Pair] = {}
     rows: list[dict[str, Any]] = []
-    peaks: dict[tuple[str, str], float] = {}
+    used: dict[tuple[str, str], Memory] = {}
 
     def failed(name: str, error: str) -> None:
         rows.extend(dict(case=case.row(), provider=name, error=error) | {"pass": d} for d in ("fwd", "bwd"))
@@ -122,7 +122,9 @@ def time_case(case: Case, names: Iterable[str], repeats: int, wrong: dict[str, s
             others = (torch.cuda.memory_allocated() - inputs) / 2**30  # of the providers before
             pair = PROVIDERS[name](problem)
             clean()
-            peaks[name, "fwd"], peaks[name, "bwd"] = (peak_gib(call) - others for call in pair)
+            used[name, "fwd"], used[name, "bwd"] = map(memory, pair)
+            for direction in ("fwd", "bwd"):
+                used[name, direction].peak_gib -= others
             pairs[name] = pair
         except Exception as error:
             failed(name, short(error))
@@ -135,10 +137,10 @@ def time_case(case: Case, names: Iterable[str], repeats: int, wrong: dict[str, s
                 except Exception as error:
                     row = dict(case=case.row(), provider=name, graph=True, error=short(error))
                     rows.append(row | {"pass": direction})
-            for name, timing in interleaved(calls, repeats).items():
+            for name, timing in interleaved(calls, repeats, warmup=1).items():
                 row = dict(case=case.row(), provider=name, graph=graphs, **asdict(timing))
                 row |= {"pass": direction, "tflops": case.flops(direction) / timing.time_ms / 1e9}
-                row["peak_gib"] = round(peaks[name, direction], 3)
+                row |= {key: round(value, 3) for key, value in asdict(used[name, direction]).items()}
                 plan = getattr(pairs[name][0], "plan", None)
                 if plan is not None and direction == "fwd" and not graphs:
                     row["plan_ms"] = interleaved({"plan": plan}, repeats)["plan"].time_ms
@@ -148,14 +150,28 @@ def time_case(case: Case, names: Iterable[str], repeats: int, wrong: dict[str, s
 
 
 def time_plain(case: PlainCase, repeats: int) -> list[dict[str, Any]]:
-    rows = []
-    pairs = plain_providers(case)
-    for index, direction in enumerate(("fwd", "bwd")):
-        for name, timing in interleaved({n: p[index] for n, p in pairs.items()}, repeats).items():
-            row = dict(case=case.row(), provider=name, graph=False, **asdict(timing))
-            row |= {"pass": direction, "tflops": case.flops(direction) / timing.time_ms / 1e9}
-            rows.append(row)
-            print_row(row)
+    rows: list[dict[str, Any]] = []
+    stream = torch.cuda.Stream()
+    for graphs in (False, True) if case.seqlen <= 1024 else (False,):  # short ones: launches count
+        with torch.cuda.stream(stream):
+            pairs = plain_providers(case)
+        torch.cuda.synchronize()
+        for index, direction in enumerate(("fwd", "bwd")):
+            calls = {}
+            for name, pair in pairs.items():
+                try:
+                    calls[name] = as_graph(pair[index], stream) if graphs else pair[index]
+                except Exception as error:
+                    row = dict(case=case.row(), provider=name, graph=graphs, error=short(error))
+                    rows.append(row | {"pass": direction})
+                    print(name, rows[-1]["error"], flush=True)
+            with torch.cuda.stream(stream):
+                timings = interleaved(calls, repeats)
+            for name, timing in timings.items():
+                row = dict(case=case.row(), provider=name, graph=graphs, **asdict(timing))
+                row |= {"pass": direction, "tflops": case.flops(direction) / timing.time_ms / 1e9}
+                rows.append(row)
+                print_row(row)
     return rows
 
 
@@ -175,17 +191,38 @@ def matmul_tflops() -> float:
     return 2 * 8192**3 / interleaved({"matmul": lambda: x @ x}, 10)["matmul"].time_ms / 1e9
 
 
+def earlier_rows(out: str | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an earlier run of the same library, torch and GPU that was cut short."""
+    if not out or not Path(out).exists():
+        return []
+    same = ("gpu", "driver", "torch", "library", "commit")
+    rows = json.loads(Path(out).read_text())
+    return [row for row in rows if all(row[key] == facts[key] for key in same)]
+
+
+def cases_of(names: str) -> list[Case | PlainCase]:
+    """The cases that `--cases` names, each once, in its order."""
+    cases: list[Case | PlainCase] = []
+    for name in names.split(","):
+        if name == "plain":
+            cases += PLAIN
+        else:
+            cases += CASES[name] if name in CASES else [Case(*map(int, name.split(":")))]
+    return list(dict.fromkeys(cases))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--cases", default="quick", help=f"{', '.join(CASES)}, plain; or N,P,R[,d] with colons: 28:4096:2048"
+        "--cases", default="quick", help=f"{', '.join(CASES)}, plain; or N:P:R like 28:4096:2048"
     )
     parser.add_argument("--providers", default=",".join(PROVIDERS))
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--out", default=None, help="JSON file")
+    parser.add_argument("--resume", action="store_true", help="leave out the cases that --out holds already")
     args = parser.parse_args()
     names = args.providers.split(",")
     unknown = set(names) - set(PROVIDERS)
@@ -195,7 +232,8 @@ def main() -> None:
     print(facts, flush=True)
     facts["matmul_tflops"] = round(matmul_tflops())
     print(f"matmul {facts['matmul_tflops']} TFLOP/s", flush=True)
-    rows: list[dict[str, Any]] = []
+    rows = earlier_rows(args.out, facts) if args.resume else []
+    measured = [row["case"] for row in rows]
 
     def save() -> None:  # after every case, so that a run cut short is not lost
         if args.out:
@@ -204,14 +242,12 @@ def main() -> None:
             path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
 
     checked: dict[tuple[str, int, str], str | None] = {}
-    for name in args.cases.split(","):
-        if name == "plain":
-            for plain in PLAIN:
-                rows += time_plain(plain, args.repeats)
-                save()
-                clean()
+    for case in cases_of(args.cases):
+        if case.row() in measured:
             continue
-        for case in CASES[name] if name in CASES else [Case(*map(int, name.split(":")))]:
+        if isinstance(case, PlainCase):
+            rows += time_plain(case, args.repeats)
+        else:
             wrong: dict[str, str] = {}
             for provider in names if not args.no_check else ():
                 key = (provider, case.head_dim, case.dtype)
@@ -223,8 +259,8 @@ def main() -> None:
                     wrong[provider] = str(checked[key])
             clean()
             rows += time_case(case, names, args.repeats, wrong)
-            save()
-            clean()
+        save()
+        clean()
 
 
 if __name__ == "__main__":

@@ -49,24 +49,45 @@ def summary(values: list[float]) -> Timing:
     return Timing(at(0.5), at(0.2), at(0.8))
 
 
-def as_graph(call: Call) -> Call:
-    """The call as a replayed CUDA graph: without the cost of launching from Python."""
-    stream = torch.cuda.Stream()
+def as_graph(call: Call, stream: torch.cuda.Stream | None = None) -> Call:
+    """The call as a replayed CUDA graph: without the cost of launching from Python. A call to autograd needs
+    the `stream` on which its forward ran: the backward runs there too.
+    """
+    stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         keep = call()
     return lambda: (graph.replay(), keep)[0]
 
 
-def peak_gib(call: Call) -> float:
-    """Most memory that was allocated while the call ran, inputs included."""
+@dataclass
+class Memory:
+    peak_gib: float  # most that was allocated while the call ran, inputs included
+    extra_gib: float  # of that, neither there before nor returned: scratch
+
+
+def memory(call: Call) -> Memory:
     gc.collect()
     torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    call()
+    result = call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**30
+    peak, returned = torch.cuda.max_memory_allocated(), _bytes(result)
+    return Memory(peak / 2**30, (peak - before - returned) / 2**30)
+
+
+def _bytes(result: object) -> int:
+    """Memory of the tensors in a result, nested tuples too."""
+    return sum({s.data_ptr(): s.nbytes() for s in _storages(result)}.values())
+
+
+def _storages(result: object) -> list[torch.UntypedStorage]:
+    if isinstance(result, torch.Tensor):
+        return [result.untyped_storage()]
+    parts = result if isinstance(result, list | tuple) else ()
+    return [storage for part in parts for storage in _storages(part)]
