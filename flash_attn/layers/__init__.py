@@ -1,0 +1,1 @@
+"""Layers of flash-attn's API that trainers import: rotary embeddings."""

@@ -1,0 +1,1 @@
+"""Operators under flash-attn's names."""

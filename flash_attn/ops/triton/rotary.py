@@ -1,0 +1,30 @@
+"""`apply_rotary`: rotary embedding without autograd (layers/rotary.py has it with)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn import _rotary
+
+
+@torch.no_grad()
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """x (B, S, H, D), or (total, H, D) with cu_seqlens, turned by cos, sin (S, rotary_dim / 2).
+
+    `conjugate` turns back, `inplace` writes into x.
+    """
+    _rotary.check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    cos_rows, sin_rows = _rotary.rows(x, cos, sin, seqlen_offsets, cu_seqlens)
+    sin_rows = -sin_rows if conjugate else sin_rows
+    return _rotary.turn(x, cos_rows, sin_rows, interleaved, out=x if inplace else None)

@@ -1,0 +1,1 @@
+"""Helpers of flash-attn's API."""

@@ -1,0 +1,122 @@
+"""Cross entropy against torch's, one process and a vocabulary split over two."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from flash_attn import _cross_entropy
+from flash_attn._cross_entropy import cross_entropy
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
+
+
+def by_torch(x: Tensor, labels: Tensor, smoothing: float, scale: float, z: float) -> Tensor:
+    loss = torch.nn.functional.cross_entropy(x * scale, labels, reduction="none", label_smoothing=smoothing)
+    return loss + torch.where(labels == -100, 0.0, z * (x * scale).logsumexp(-1).square())
+
+
+def problem() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return 3 * torch.randn(7, 12, requires_grad=True), torch.tensor([0, 11, -100, 4, 6, -100, 5])
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "scale", "z"), [(0.0, 1.0, 0.0), (0.1, 1.0, 0.0), (0.0, 0.7, 0.0), (0.2, 1.3, 1e-2)]
+)
+@pytest.mark.parametrize("chunk", [1, 30, 1 << 25])
+def test_values_and_gradients(
+    smoothing: float, scale: float, z: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_cross_entropy, "_CHUNK_ELEMENTS", chunk)
+    x, labels = problem()
+    losses, z_losses = cross_entropy(x, labels, None, smoothing, scale, z)
+    expected = by_torch(x, labels, smoothing, scale, z)
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(
+        z_losses, expected.detach() - by_torch(x, labels, smoothing, scale, 0.0).detach()
+    )
+    weight = torch.randn(7)
+    grads = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (losses, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_a_given_lse_is_used() -> None:
+    x, labels = problem()
+    lse = (x * 0.5).logsumexp(-1).detach()
+    torch.testing.assert_close(
+        cross_entropy(x, labels, lse, logit_scale=0.5)[0], by_torch(x, labels, 0.0, 0.5, 0.0)
+    )
+    other = cross_entropy(x, labels, lse + 1, logit_scale=0.5)[0]
+    torch.testing.assert_close(other, by_torch(x, labels, 0.0, 0.5, 0.0) + (labels != -100).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inplace_backward_writes_over_the_logits(dtype: torch.dtype) -> None:
+    leaf, labels = problem()
+    x = leaf.to(dtype) * 1
+    (expected,) = torch.autograd.grad(by_torch(x.float(), labels, 0.0, 1.0, 0.0).sum(), x, retain_graph=True)
+    losses, _ = cross_entropy(x, labels, inplace_backward=True)
+    (grad,) = torch.autograd.grad(losses.sum(), x)
+    torch.testing.assert_close(grad, expected)
+    torch.testing.assert_close(x.detach(), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_module(reduction: str) -> None:
+    x, labels = problem()
+    ours = CrossEntropyLoss(
+        reduction=reduction, label_smoothing=0.1, return_z_loss=True, lse_square_scale=1e-3
+    )
+    losses, z_losses = ours(x, labels)
+    expected = by_torch(x, labels, 0.1, 1.0, 1e-3)
+    z_expected = expected - by_torch(x, labels, 0.1, 1.0, 0.0)
+    reduce = {"mean": lambda y: y.sum() / 5, "sum": torch.sum, "none": lambda y: y}[reduction]
+    torch.testing.assert_close(losses, reduce(expected))
+    torch.testing.assert_close(z_losses, reduce(z_expected).detach(), rtol=1e-4, atol=1e-6)
+
+
+def _rank(rank: int, file: str, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    x, labels = problem()
+    share = x.detach()[:, 6 * rank : 6 * rank + 6].clone().requires_grad_()
+    losses, z_losses = cross_entropy(share, labels, None, 0.1, 0.7, 1e-2, process_group=dist.group.WORLD)
+    (grad,) = torch.autograd.grad((losses * torch.arange(7)).sum(), share)
+    torch.save((losses.detach(), z_losses, grad), f"{results}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_vocabulary_over_two_processes(tmp_path: Path) -> None:
+    mp.spawn(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    x, labels = problem()
+    expected = by_torch(x, labels, 0.1, 0.7, 1e-2)
+    (wanted,) = torch.autograd.grad((expected * torch.arange(7)).sum(), x)
+    shares = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for losses, _, _ in shares:
+        torch.testing.assert_close(losses, expected.detach())
+    torch.testing.assert_close(torch.cat([grad for *_, grad in shares], 1), wanted)
+
+
+def test_wrong_arguments() -> None:
+    x, labels = problem()
+    with pytest.raises(
+        ValueError, match=r"logits must be \(rows, vocab\) and labels \(rows,\), got \[7, 12\] and \[6\]"
+    ):
+        cross_entropy(x, labels[:6])
+    with pytest.raises(ValueError, match=r"precomputed_lse must be \(rows,\), got \[7, 1\]"):
+        cross_entropy(x, labels, x.logsumexp(-1, keepdim=True))
+    with pytest.raises(ValueError, match='reduction must be "mean", "none" or "sum", got \'max\''):
+        CrossEntropyLoss(reduction="max")
+
+
+def test_extreme_logits_stay_finite() -> None:
+    x = torch.tensor([[6e4, -6e4, 0.0], [-math.inf, 0.0, 1.0]], requires_grad=True)
+    losses, _ = cross_entropy(x, torch.tensor([1, 2]))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert x.grad is not None and x.grad.isfinite().all()
