@@ -316,7 +316,8 @@ def flash_attn_shared_prompt_func(
     q (T, H, D), k (T, Hk, D), v (T, Hk, Dv), packed as `layout` says: [prompt 1, its responses, prompt 2,
     ...] -> out (T, H, Dv), equal to the batch in which every response carries its own copy of the prompt.
     With `return_softmax_lse` also lse (H, T) fp32. One launch per direction. Rows behind the layout's total
-    give 0. Options as in `flash_attn_dualkv_varlen_func`.
+    give 0. Options as in `flash_attn_dualkv_varlen_func`. With a layout of `shared_prompt.ulysses`, q, k and
+    v are one rank's rows, and all ranks of its group must call.
     """
     from flash_attn.shared_prompt.layout import SharedPromptLayout
 
@@ -330,8 +331,15 @@ def flash_attn_shared_prompt_func(
         raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
     if q.shape[0] < layout.num_rows:
         raise ValueError(f"q must have at least the layout's {layout.num_rows} rows, got {q.shape[0]}")
-    if layout.segments.device != q.device:
-        raise ValueError(f"layout must be on q's device {q.device}, got {layout.segments.device}")
+    if layout.device != q.device:
+        raise ValueError(f"layout must be on q's device {q.device}, got {layout.device}")
+    if layout.sp_group is not None:
+        from flash_attn.shared_prompt import ulysses
+
+        return ulysses.attention(
+            q, k, v, layout, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
+            sinks=sinks, deterministic=deterministic, return_softmax_lse=return_softmax_lse,
+        )  # fmt: skip
     # The op builds its own plan where the layout's does not fit (rows behind it) or would have to be traced.
     plan: list[Tensor] = []
     if q.device.type == "cuda" and q.shape[0] == layout.num_rows and not torch.compiler.is_compiling():

@@ -73,7 +73,7 @@ def dualkv_attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
-    dualkv_layout: SharedPromptLayout | None = None,
+    dualkv_layout: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer: (B, Lq, H, Dv), and None for the probabilities. Keys and values are not
@@ -87,7 +87,10 @@ def dualkv_attention(
     receipts.record(module, dualkv_layout)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    window = _window(module, sliding_window, causal, k.shape[1])
+    num_keys = k.shape[1]
+    if dualkv_layout is not None and getattr(dualkv_layout, "sp_group", None) is not None:
+        num_keys = dualkv_layout.whole.num_rows  # k has this rank's rows only
+    window = _window(module, sliding_window, causal, num_keys)
     deterministic = bool(kwargs.get("deterministic") or torch.are_deterministic_algorithms_enabled())
     options = _Options(scaling, bool(causal), window, softcap or 0.0, s_aux, deterministic)
     if dualkv_layout is not None:
@@ -204,6 +207,11 @@ def _shared_prompt(
         raise NotImplementedError(
             "output_router_logits: the auxiliary loss of a shared-prompt pack would count each prompt once. "
             "Call packed_forward, or pass attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True"
+        )
+    if wants_router and layout.sp_group is not None:
+        raise NotImplementedError(
+            "output_router_logits is not supported with sequence parallelism: the auxiliary loss of a rank's "
+            "rows is not a part of that of the pack"
         )
     check_rope(module.config, layout)
     out: Any = flash_attn_shared_prompt_func(

@@ -17,7 +17,7 @@ import torch
 from flash_attn.integrations._transformers_receipt import receipt
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import require_supported, text_backbone, unwrap
-from flash_attn.shared_prompt import PackedBatch, SharedPromptLayout, log_probs
+from flash_attn.shared_prompt import PackedBatch, SharedPromptLayout, log_probs, ulysses
 
 
 def multiplicity_mask(layout: SharedPromptLayout) -> torch.Tensor:
@@ -29,7 +29,9 @@ def multiplicity_mask(layout: SharedPromptLayout) -> torch.Tensor:
     return layout.multiplicity.unsqueeze(0)
 
 
-def packed_forward(model: torch.nn.Module, packed: PackedBatch, **kwargs: Any) -> Any:
+def packed_forward(
+    model: torch.nn.Module, packed: PackedBatch | ulysses.ShardedBatch, **kwargs: Any
+) -> Any:
     """One forward of a shared-prompt pack, refused before it runs where the model is not supported, and
     checked after it.
 
@@ -37,7 +39,8 @@ def packed_forward(model: torch.nn.Module, packed: PackedBatch, **kwargs: Any) -
     them. Other arguments go to the model (inputs_embeds replaces input_ids); its outputs come back, e.g.
     logits (1, T, V). Works with the implementation "dualkv" and with wrapped ones. The auxiliary loss of
     MoE models (output_router_logits) is that of the replicated batch. Raises RuntimeError when an attention
-    layer did not use the layout, TypeError and ValueError for a `packed` that is none or empty.
+    layer did not use the layout, TypeError and ValueError for a `packed` that is none or empty. A
+    `ShardedBatch` (`ulysses.shard`) runs this rank's rows: call it on every rank of the group.
     """
     _check_packed(packed)
     require_supported(model)
@@ -46,6 +49,11 @@ def packed_forward(model: torch.nn.Module, packed: PackedBatch, **kwargs: Any) -
     check_rope(config.get_text_config(), layout)
     if kwargs.get("attention_mask") is not None:
         raise ValueError("attention_mask must not be given: the layout describes the pack")
+    if kwargs.get("labels") is not None and layout.sp_group is not None:
+        raise ValueError(
+            "labels must not be given with a ShardedBatch: the model's loss would average over this rank's "
+            "labels; use log_probs_of_batch"
+        )
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
             "labels must come with shift_labels=packed.shift_labels: a model that shifts them itself would "
@@ -65,7 +73,7 @@ def packed_forward(model: torch.nn.Module, packed: PackedBatch, **kwargs: Any) -
 
 
 def _check_packed(packed: Any) -> None:
-    if not isinstance(packed, PackedBatch):
+    if not isinstance(packed, (PackedBatch, ulysses.ShardedBatch)):
         raise TypeError(
             f"packed must be a PackedBatch (flash_attn.shared_prompt.pack), got {type(packed).__name__}"
         )
@@ -84,7 +92,7 @@ class BatchLogProbs(NamedTuple):
 
 def log_probs_of_batch(
     model: torch.nn.Module,
-    packed: PackedBatch,
+    packed: PackedBatch | ulysses.ShardedBatch,
     *,
     temperature: float | torch.Tensor = 1.0,
     compute_entropy: bool = True,
@@ -97,6 +105,9 @@ def log_probs_of_batch(
     pack's loss mask give 0. `kwargs` go to the model. Tied, biased, scaled and softcapped LM heads are
     handled; the first call on a model compares one row with the model's own logits, and raises
     NotImplementedError where they differ or the head is not a plain linear.
+
+    Of a `ShardedBatch` every rank gets all log-probs, in the order of `packed.packed.labels`; gradients of
+    the parameters are then this rank's parts of a sum over the group.
     """
     _check_packed(packed)
     if "logits_to_keep" in kwargs:
@@ -120,7 +131,8 @@ def log_probs_of_batch(
     if unwrap(model) not in _compared:
         head.compare(hidden[0], outputs.logits)
         _compared.add(unwrap(model))
-    found = log_probs(
+    compute: Any = ulysses.log_probs if isinstance(packed, ulysses.ShardedBatch) else log_probs
+    found = compute(
         head.scaled(hidden[0]), packed, head.weight, head.bias, temperature=temperature, softcap=head.softcap,
         compute_entropy=compute_entropy,
     )  # fmt: skip

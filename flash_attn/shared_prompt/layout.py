@@ -249,6 +249,11 @@ class SharedPromptLayout:
             **tables,
         )
 
+    @property
+    def sp_group(self) -> Any:
+        """The process group over which the rows are spread (`ulysses.shard`); None: all rows are here."""
+        return None
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
             f"SharedPromptLayout is immutable (use copy_ or build a new one), cannot set {name!r}"

@@ -1,0 +1,172 @@
+"""What ranks of tests/test_ulysses*.py run: the same pack whole and spread over the group, compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flash_attn import flash_attn_shared_prompt_func
+from flash_attn.shared_prompt import SharedPromptLayout, pack, ulysses
+from flash_attn.shared_prompt import log_probs as whole_log_probs
+
+# name -> prompt_lens, response_lens
+LENGTHS: dict[str, tuple[list[int], list[list[int]]]] = {
+    "odd total, empty responses, uneven groups": ([7, 3, 1], [[5, 0, 2], [1], [4, 0]]),
+    "fewer rows than ranks": ([1], [[1]]),
+    "long prompt": ([41], [[3, 1, 2]]),
+    "long responses": ([2, 5], [[17, 9], [23]]),
+    "no response tokens": ([9], [[0, 0]]),
+}
+
+
+def sharded_attention(
+    group: dist.ProcessGroup,
+    lengths: str,
+    boundary: str,
+    heads: tuple[int, int, int, int],
+    method: str,
+    num_chunks: int,
+    options: dict[str, Any],
+) -> dict[str, float]:
+    """Largest differences of out, lse and every gradient from one process; fp64."""
+    num_heads, num_heads_k, head_dim, head_dim_v = heads
+    layout = SharedPromptLayout.from_lengths(*LENGTHS[lengths], boundary=boundary)
+    sharded = ulysses.shard_layout(layout, group, method, num_chunks)
+    shapes = {
+        "q": (layout.total, num_heads, head_dim),
+        "k": (layout.total, num_heads_k, head_dim),
+        "v": (layout.total, num_heads_k, head_dim_v),
+        "dout": (layout.total, num_heads, head_dim_v),
+        "dlse": (layout.total, num_heads),
+    }
+    x = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    sinks = torch.randn(num_heads, dtype=torch.float64) if options.get("sinks") else None
+    options = {name: value for name, value in options.items() if name != "sinks"}
+    with_lse = options.get("return_softmax_lse", False)
+
+    def attend(inputs: list[torch.Tensor], where: SharedPromptLayout, grads: list[torch.Tensor]) -> list[Any]:
+        leaves = [t.clone().requires_grad_() for t in (*inputs, *(() if sinks is None else (sinks,)))]
+        found = flash_attn_shared_prompt_func(
+            *leaves[:3], where, sinks=leaves[3] if sinks is not None else None, **options
+        )
+        results = list(found) if with_lse else [found]
+        gradients = torch.autograd.grad(results, leaves, grads[: len(results)])
+        return [*(r.detach() for r in results), *gradients]
+
+    qkv = [x[name] for name in ("q", "k", "v")]
+    whole = attend(qkv, layout, [x["dout"], x["dlse"].t()])
+    mine = [ulysses.local_rows(t, sharded) for t in (*qkv, x["dout"], x["dlse"])]
+    junk = torch.full_like(mine[0], 1e3) * sharded.is_padding[:, None, None]  # padding may hold anything
+    mine[0] = mine[0] + junk
+    here = attend(mine[:3], sharded, [mine[3], mine[4].t()])
+    names = ["out"] + ["lse"] * with_lse + ["dq", "dk", "dv"] + ["dsinks"] * (sinks is not None)
+    errors = {}
+    for name, expected, found in zip(names, whole, here, strict=True):
+        if name == "dsinks":
+            dist.all_reduce(found, group=group)
+        elif name == "lse":
+            expected = ulysses.local_rows(expected.t(), sharded)[: sharded.num_own_rows]
+            found = found.t()
+            assert bool((found[sharded.num_own_rows :] == -torch.inf).all()), "lse of padding"
+            found = found[: sharded.num_own_rows]
+        else:
+            assert not found[sharded.num_own_rows :].any(), f"{name} of padding is not zero"
+            expected = ulysses.local_rows(expected, sharded)
+        errors[name] = float((found - expected).abs().max()) if found.numel() else 0.0
+    return errors
+
+
+def random_batch(lengths: str, boundary: str, vocab_size: int, loss_mask: bool = False) -> Any:
+    """A pack of random ids with these lengths, the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    prompts, responses, masks = [], [], []
+    for prompt_len, lens in zip(*LENGTHS[lengths], strict=True):
+        prompt = torch.randint(3, vocab_size, (prompt_len,), generator=generator).tolist()
+        for n in lens:
+            prompts.append(prompt)
+            responses.append(torch.randint(3, vocab_size, (n,), generator=generator).tolist())
+            masks.append([int(i % 3 != 1) for i in range(n)])
+    options = {"loss_mask": masks} if loss_mask else {}
+    return pack(prompts, responses, boundary=boundary, **options)
+
+
+def sharded_log_probs(
+    group: dist.ProcessGroup, lengths: str, boundary: str, method: str, loss_mask: bool, temperature: bool
+) -> dict[str, float]:
+    """LM head alone: values and gradients of hidden rows, weight and bias from one process; fp64."""
+    packed = random_batch(lengths, boundary, 29, loss_mask)
+    batch = ulysses.shard(packed, group, method=method)
+    n = packed.labels.numel()
+    hidden = torch.randn(packed.layout.total, 6, dtype=torch.float64)
+    head = [torch.randn(29, 6, dtype=torch.float64), torch.randn(29, dtype=torch.float64)]
+    scale = torch.rand(n, dtype=torch.float64) + 0.5 if temperature else 0.7
+    grads = [torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)]
+
+    def run(function: Any, rows: torch.Tensor, where: Any) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (rows, *head)]
+        found = function(leaves[0], where, *leaves[1:], temperature=scale, softcap=5.0)
+        return [*(f.detach() for f in found), *torch.autograd.grad(list(found), leaves, grads)]
+
+    whole = run(whole_log_probs, hidden, packed)
+    here = run(ulysses.log_probs, ulysses.local_rows(hidden, batch.layout), batch)
+    whole[2] = ulysses.local_rows(whole[2], batch.layout)
+    for gradient in here[3:]:
+        dist.all_reduce(gradient, group=group)
+    names = ("log_probs", "entropy", "dhidden", "dweight", "dbias")
+    return {
+        name: float((a - b).abs().max()) if a.numel() else 0.0
+        for name, a, b in zip(names, whole, here, strict=True)
+    }
+
+
+def _gradients(model: Any, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """Of every parameter, summed over the group; the model's own are cleared."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if group is not None:
+            dist.all_reduce(grad, group=group)
+        found[name] = grad
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def sharded_model(
+    group: dist.ProcessGroup,
+    kind: str,
+    lengths: str,
+    boundary: str,
+    method: str,
+    checkpointing: bool | None = None,
+    changes: dict[str, Any] | None = None,
+) -> tuple[float, float]:
+    """A tiny model, spread and whole: largest difference of a log-prob, and relative one of a gradient."""
+    from transformers_models import exact_double, model_of
+
+    from flash_attn.integrations.transformers import log_probs_of_batch, register
+
+    register()
+    packed = random_batch(lengths, boundary, 67, loss_mask=True)
+    batch = ulysses.shard(packed, group, method=method)
+    model = model_of(kind, "dualkv", **(changes or {})).double()
+    weights = torch.randn(packed.labels.numel(), dtype=torch.float64)
+    results = []
+    for where, over in ((packed, None), (batch, group)):
+        model.train(over is not None and checkpointing is not None)
+        if over is not None and checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            if checkpointing:
+                model.enable_input_require_grads()
+        with exact_double():
+            found = log_probs_of_batch(model, where, temperature=0.8)
+            loss = (weights * found.log_probs + 0.1 * found.entropy).sum()
+            loss.backward()
+        results.append((found.log_probs.detach(), _gradients(model, over)))
+    (values, grads), (values_sp, grads_sp) = results
+    largest = max(float(g.norm()) for g in grads.values())
+    relative = [
+        float((grads_sp[name] - g).norm()) / max(float(g.norm()), 1e-3 * largest) for name, g in grads.items()
+    ]
+    return float((values - values_sp).abs().max()), max(relative)
