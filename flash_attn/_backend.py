@@ -80,13 +80,20 @@ def is_available() -> bool:
     return why_unavailable() is None
 
 
-def backend(device: torch.device | str | None = None) -> str:
+def backend(
+    device: torch.device | str | None = None,
+    *,
+    head_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> str:
     """The implementation that runs for tensors on `device` (default: the current GPU where there is one, else
     the CPU).
 
     "cuda-sm90a" | "cuda-sm80" (the compiled library), "composed" (torch's own FlashAttention-2, merged by
-    LSE) or "cpu". Raises ValueError for an unknown FLASH_ATTN_BACKEND, RuntimeError when it forces "cuda" and
-    the library does not run.
+    LSE) or "cpu". With `head_dim` (and `dtype`): what runs for tensors of it. On Hopper a head dim without
+    sm_90a kernels runs the sm_80 ones: `backend("cuda", head_dim=512)` tells. Raises ValueError for an
+    unknown FLASH_ATTN_BACKEND, RuntimeError when it forces "cuda" and the library does not run,
+    NotImplementedError for a head dim or dtype that the library has no kernel for.
     """
     if device is None:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -99,7 +106,11 @@ def backend(device: torch.device | str | None = None) -> str:
     if device.type != "cuda":
         raise NotImplementedError(f"flash_attn runs on CPU and CUDA devices, got {device.type}")
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _gpu_backend(index, choice, os.environ.get("FLASH_ATTN_FORCE_ARCH", ""))
+    force_arch = os.environ.get("FLASH_ATTN_FORCE_ARCH", "")
+    chosen = _gpu_backend(index, choice, force_arch)
+    if head_dim is None or chosen == "composed":
+        return chosen
+    return _kernels_backend(index, chosen, force_arch, head_dim, dtype)
 
 
 @functools.cache
@@ -114,3 +125,28 @@ def _gpu_backend(device_index: int, choice: str, force_arch: str) -> str:
         chosen, reason = (f"cuda-{arch}", "compiled library") if arch else ("composed", str(why))
     logger.info("flash_attn backend on cuda:%d is %s (%s)", device_index, chosen, reason)
     return chosen
+
+
+@functools.cache
+def _kernels_backend(
+    device_index: int, chosen: str, force_arch: str, head_dim: int, dtype: torch.dtype
+) -> str:
+    """Whose kernels run for a head dim and dtype where the library runs; logged where they are others."""
+    missing = torch.ops.flash_attn_cuda.unsupported(device_index, head_dim, dtype)
+    if missing:
+        raise NotImplementedError(missing)
+    kernels = chosen if chosen == "cuda-sm80" or _has_kernels("sm90", head_dim, dtype) else "cuda-sm80"
+    if kernels != chosen:
+        logger.info("flash_attn: head dim %d in %s runs on %s, not %s", head_dim, dtype, kernels, chosen)
+    return kernels
+
+
+def _has_kernels(arch: str, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the library holds kernels of `arch` for this dtype and a head dim of at least `head_dim`."""
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+    for section in _built().split("; "):
+        section_arch, _, kinds = section.partition(": ")
+        for kind, *head_dims in map(str.split, kinds.split(", ")):
+            if section_arch == arch and kind == name and any(int(d) >= head_dim for d in head_dims):
+                return True
+    return False

@@ -160,9 +160,7 @@ def plan_tables(
     """
     if segments.device.type != "cuda" or backend(segments.device) == "composed":
         return []
-    missing = torch.ops.flash_attn_cuda.unsupported(segments.get_device(), head_dim, dtype)
-    if missing:
-        raise NotImplementedError(missing)
+    backend(segments.device, head_dim=head_dim, dtype=dtype)  # refuses what has no kernel
     return list(
         torch.ops.flash_attn_cuda.plan(
             segments,

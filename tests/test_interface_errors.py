@@ -350,6 +350,34 @@ def test_a_missing_library_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPat
     _backend._gpu_backend.cache_clear()
 
 
+def test_backend_names_the_kernels_of_a_head_dim(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hopper without sm_90a kernels for a head dim runs the sm_80 ones, and says so."""
+    from types import SimpleNamespace
+
+    from flash_attn import _backend
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_backend, "_gpu_backend", lambda *_: "cuda-sm90a")
+    library = SimpleNamespace(
+        built=lambda: "sm80: fp16 64, bf16 64 512; sm90: fp16 512, bf16 64 256",
+        unsupported=lambda index, head_dim, dtype: "" if head_dim <= 512 else f"no kernel for {head_dim}",
+    )
+    monkeypatch.setattr(torch.ops, "flash_attn_cuda", library, raising=False)
+    _backend._kernels_backend.cache_clear()
+    with caplog.at_level("INFO", logger="flash_attn"):
+        assert flash_attn.backend("cuda") == flash_attn.backend("cuda", head_dim=256) == "cuda-sm90a"
+        assert not caplog.messages
+        assert flash_attn.backend("cuda", head_dim=512) == "cuda-sm80"
+        assert caplog.messages == [
+            "flash_attn: head dim 512 in torch.bfloat16 runs on cuda-sm80, not cuda-sm90a"
+        ]
+    with pytest.raises(NotImplementedError, match="no kernel for 520"):
+        flash_attn.backend("cuda", head_dim=520)
+    _backend._kernels_backend.cache_clear()
+
+
 def test_other_owners_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     from importlib import metadata
 
