@@ -17,6 +17,7 @@ CHUNK_SEGMENTS = 64  # tiles end where a segment's index is a multiple: one thre
 COST_QUANTUM = 128  # a tile of keys (rows) is paid whole
 ITEM_COST = 128  # fixed cost of an item, in key columns: loading the stationary tile, epilogue
 MAX_SPLITS = 4
+SPLIT_ROWS = 16384  # a split made to shorten an item has at least as many rows
 
 
 @dataclass
@@ -55,12 +56,13 @@ def key_capacity(
     return total_k // n + s + 1 + num_splits * -(-total_context // n)
 
 
-def choose_splits(context_rows: int, num_heads_k: int, num_sms: int, tile: TileSizes) -> int:
-    """Row splits of context items where the items alone cannot fill the GPU."""
+def choose_splits(context_rows: int, total_q: int, num_heads_k: int, num_sms: int, tile: TileSizes) -> int:
+    """Row splits of context items that are too few to fill the GPU, or few and long."""
     if context_rows == 0:
         return 1
     items = -(-context_rows // tile.bwd_block_n) * num_heads_k
-    return min(max((num_sms + items // 2) // items, 1), MAX_SPLITS)
+    to_fill, to_shorten = (num_sms + items // 2) // items, min(4 * num_sms // items, total_q // SPLIT_ROWS)
+    return min(max(to_fill, to_shorten, 1), MAX_SPLITS)
 
 
 class _Table:

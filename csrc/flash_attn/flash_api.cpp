@@ -30,10 +30,13 @@ void launch(Function function, Params const& params, Kernels const& kernels, cha
     check_cuda(status, name_of(kernels, pass));
 }
 
-// Context items alone would leave SMs idle (short prompts): cut their rows in up to kMaxSplits parts. From shapes only.
-int choose_splits(int64_t context_rows, int64_t num_heads_k, int num_sms, int block) {
+// Context items alone would leave SMs idle (short prompts): cut their rows in up to kMaxSplits parts. Few and long ones are
+// cut too: a launch over a chunk of the kv heads lasts at least as long as one of them. From shapes only.
+int choose_splits(int64_t context_rows, int64_t total_q, int64_t num_heads_k, int num_sms, int block) {
     int64_t const items = (context_rows + block - 1) / block * num_heads_k;
-    return items == 0 ? 1 : int(std::clamp<int64_t>((num_sms + items / 2) / items, 1, kMaxSplits));
+    if (items == 0) return 1;
+    int64_t const to_fill = (num_sms + items / 2) / items, to_shorten = std::min(4 * num_sms / items, total_q / kSplitRows);
+    return int(std::clamp<int64_t>(std::max(to_fill, to_shorten), 1, kMaxSplits));
 }
 
 // Splits are not an argument of bwd: the length of the list says how many the plan was built with.
@@ -63,7 +66,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     p.window_left = window(window_left);
     p.window_right = causal ? 0 : window(window_right);
     p.fwd_block_m = tile.fwd_block_m, p.bwd_block_n = tile.bwd_block_n;
-    p.num_splits = choose_splits(context_rows, num_heads_k, device.num_sms, tile.bwd_block_n);
+    p.num_splits = choose_splits(context_rows, total_q, num_heads_k, device.num_sms, tile.bwd_block_n);
     int64_t const queries = query_capacity(total_q, p.num_segments, tile.fwd_block_m);
     int64_t const keys = key_capacity(total_k, p.total_context, p.context_in_k, p.num_segments, tile.bwd_block_n, p.num_splits);
     check(queries + keys <= kIntMax, "segments", "have fewer rows", shape_of(segments));

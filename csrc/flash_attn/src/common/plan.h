@@ -12,6 +12,7 @@ constexpr int kChunkSegments = 64;  // tiles end where a segment's index is a mu
 constexpr int kCostQuantum = 128;   // a tile of keys (rows) is paid whole
 constexpr int kItemCost = 128;      // of any item, in key columns: load of the stationary tile, epilogue
 constexpr int kMaxSplits = 4;
+constexpr int64_t kSplitRows = 16384;  // a split made to shorten an item has at least as many rows
 
 // Slots of query runs: the segments, then the rows behind the last one.
 FLASH_ATTN_HOST_DEVICE int query_slots(PlanParams const& p) { return p.num_segments + 1; }
