@@ -142,6 +142,25 @@ def test_generated_sources(tmp_path: Path) -> None:
     assert [f.stat().st_mtime_ns for f in files] == before  # incremental builds
 
 
+def test_head_dims_are_those_of_the_tile_tables() -> None:
+    """A row in tiles.h is what makes a kernel: a table nobody reads, or a kernel without tiles, cannot be."""
+    assert kernels.HEAD_DIMS[80] == (64, 96, 128, 192, 256, 512)
+    assert set(kernels.HEAD_DIMS[90]) >= {64, 96, 128, 192, 256}
+    for arch, head_dims in kernels.HEAD_DIMS.items():
+        assert {k.head_dim for k in kernels.all_kernels([arch])} == set(head_dims)
+
+
+def test_large_head_dims_have_one_pass_an_output(tmp_path: Path) -> None:
+    """Nothing finishes an accumulator of dq there: no such function is generated, and the table says so."""
+    listed = kernels.all_kernels([80], head_dims=[256, 512], dtypes=["bf16"])
+    kernels.write_sources(listed, tmp_path, "abc")
+    rows = re.findall(r"^    \{(.*)\},$", (tmp_path / "kernel_list.cpp").read_text(), re.MULTILINE)
+    small, large = sorted(rows, key=lambda row: "512" in row)
+    assert ", false, " in small and "sm80::bwd_post_bf16_256" in small and "nullptr" not in small
+    assert ", true, " in large and large.endswith("sm80::bwd_dq_bf16_512, nullptr")
+    assert "bwd_post" not in (tmp_path / "sm80_bwd_bf16_512.cu").read_text()
+
+
 def test_device_code_includes_no_torch() -> None:
     for folder in ("csrc", "hopper"):
         for path in (ROOT / folder).rglob("*"):

@@ -66,7 +66,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     p.window_left = window(window_left);
     p.window_right = causal ? 0 : window(window_right);
     p.fwd_block_m = tile.fwd_block_m, p.bwd_block_n = tile.bwd_block_n;
-    p.num_splits = choose_splits(context_rows, total_q, num_heads_k, device.num_sms, tile.bwd_block_n);
+    p.num_splits = kernels.pass_wise ? 1 : choose_splits(context_rows, total_q, num_heads_k, device.num_sms, tile.bwd_block_n);
     int64_t const queries = query_capacity(total_q, p.num_segments, tile.fwd_block_m);
     int64_t const keys = key_capacity(total_k, p.total_context, p.context_in_k, p.num_segments, tile.bwd_block_n, p.num_splits);
     check(queries + keys <= kIntMax, "segments", "have fewer rows", shape_of(segments));
@@ -209,7 +209,7 @@ void run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_dq, c
     Kernels const& kernels = *call.kernels;
     int const heads_k = p.fwd.num_heads_k, heads_per_kv = p.fwd.num_heads / heads_k;
     int64_t const head_bytes = heads_per_kv * p.rows_padded * kernels.head_dim * 4, limit = dq_accum_limit();
-    separate_dq = separate_dq || (head_bytes > limit && kernels.bwd_dq);
+    separate_dq = separate_dq || kernels.pass_wise || (head_bytes > limit && kernels.bwd_dq);
     int64_t const chunk_limit = separate_dq ? heads_k : std::clamp<int64_t>(limit / head_bytes, 1, heads_k);
     int const num_chunks = int((heads_k + chunk_limit - 1) / chunk_limit), chunk = (heads_k + num_chunks - 1) / num_chunks;
     std::optional<Tensor> dq_accum;

@@ -20,6 +20,7 @@ struct Kernels {
     int head_dim;        // of the kernels; tensors of a smaller one run in them
     DType dtype;
     TileSizes (*tile)(int shared_memory);  // what plans are built for, by the bytes that a block may use
+    bool pass_wise;      // gradients by one pass each: bwd is dv and dk alone, no dq_accum, no splits, no bwd_post
     FwdFunction fwd;
     BwdFunction bwd, bwd_dq, bwd_post;
 };

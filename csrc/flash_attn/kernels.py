@@ -16,8 +16,7 @@ from pathlib import Path
 
 PASSES = ("fwd", "bwd", "bwd_dq")
 DTYPES = ("bf16", "fp16")
-HEAD_DIMS = {80: (64, 96, 128, 192, 256), 90: (64, 96, 128, 192, 256)}
-MAX_HEAD_DIM = max(max(dims) for dims in HEAD_DIMS.values())
+PASS_WISE_ABOVE = 256  # larger head dims: each gradient has a pass of its own, nothing needs finishing
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,18 @@ ARCHS = {
     ),
     90: Arch(90, "sm90", "hopper", (("bf16", "cutlass::bfloat16_t"), ("fp16", "cutlass::half_t"))),
 }
+
+
+def tile_tables(arch: int) -> str:
+    return (Path(__file__).resolve().parents[2] / ARCHS[arch].folder / "tiles.h").read_text()
+
+
+# An arch has kernels for the head dims that its tile tables have rows for.
+HEAD_DIMS = {
+    arch: tuple(sorted({int(d) for d in re.findall(r"^ *\{(\d+),", tile_tables(arch), re.MULTILINE)}))
+    for arch in ARCHS
+}
+MAX_HEAD_DIM = max(max(dims) for dims in HEAD_DIMS.values())
 
 # Functions that the file of a pass defines; those of the table's columns.
 FUNCTIONS = {"fwd": ("fwd",), "bwd": ("bwd", "bwd_post"), "bwd_dq": ("bwd_dq",)}
@@ -52,6 +63,15 @@ class Kernel:
     @property
     def file_name(self) -> str:
         return f"sm{self.arch}_{self.pass_name}_{self.dtype}_{self.head_dim}.cu"
+
+    @property
+    def pass_wise(self) -> bool:
+        return self.head_dim > PASS_WISE_ABOVE
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        names = FUNCTIONS[self.pass_name]
+        return tuple(name for name in names if name != "bwd_post" or not self.pass_wise)
 
     def function(self, name: str) -> str:
         return f"{name}_{self.dtype}_{self.head_dim}"
@@ -89,7 +109,7 @@ def kernel_source(kernel: Kernel) -> str:
     arch = ARCHS[kernel.arch]
     element = dict(arch.elements)[kernel.dtype]
     lines = [f'#include "{arch.folder}/launch.h"', "", f"namespace flash_attn::{arch.namespace} {{"]
-    for name in FUNCTIONS[kernel.pass_name]:
+    for name in kernel.functions:
         lines.append(
             f"cudaError_t {kernel.function(name)}({PARAMS[name]} const& p, cudaStream_t stream) "
             f"{{ return run_{name}<{element}, {kernel.head_dim}>(p, stream); }}"
@@ -107,7 +127,7 @@ def table_source(kernels: Sequence[Kernel], build_id: str) -> str:
         for column in COLUMNS:
             owner = next(p for p, names in FUNCTIONS.items() if column in names)
             kernel = Kernel(arch, owner, head_dim, dtype)
-            if kernel in built:
+            if kernel in built and column in kernel.functions:
                 name = kernel.function(column)
                 declarations.append(
                     f"namespace {space} {{ cudaError_t {name}({PARAMS[column]} const&, cudaStream_t); }}"
@@ -116,6 +136,7 @@ def table_source(kernels: Sequence[Kernel], build_id: str) -> str:
             else:
                 columns.append("nullptr")
         facts = [str(arch), str(head_dim), CPP_DTYPES[dtype], tile_function(arch, head_dim)]
+        facts.append("true" if head_dim > PASS_WISE_ABOVE else "false")
         rows.append(f"    {{{', '.join(facts + columns)}}},")
     includes = [f'#include "{ARCHS[a].folder}/tiles.h"' for a in dict.fromkeys(k.arch for k in kernels)]
     return "\n".join(
@@ -139,8 +160,7 @@ def table_source(kernels: Sequence[Kernel], build_id: str) -> str:
 
 def tile_function(arch: int, head_dim: int) -> str:
     """Tile sizes by shared memory, where this arch's tiles.h distinguishes GPUs."""
-    tiles = (Path(__file__).resolve().parents[2] / ARCHS[arch].folder / "tiles.h").read_text()
-    by_memory = re.search(r"tile_sizes\(int head_dim, int \w+\)", tiles)
+    by_memory = re.search(r"tile_sizes\(int head_dim, int \w+\)", tile_tables(arch))
     arguments = f"{head_dim}, shared_memory" if by_memory else str(head_dim)
     name = " shared_memory" if by_memory else ""
     return f"[](int{name}) {{ return {ARCHS[arch].namespace}::tile_sizes({arguments}); }}"

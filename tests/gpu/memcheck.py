@@ -52,7 +52,7 @@ if __name__ == "__main__":
     for path in sys.argv[1:] or ["90", "80"]:
         os.environ["FLASH_ATTN_FORCE_ARCH"] = path
         for head_dim in HEAD_DIMS[int(path)]:
-            if head_dim in (64, 128, 256):
+            if head_dim in (64, 128, 256, 512):
                 corners(head_dim)
                 print(f"path {path}, head dim {head_dim}: done", flush=True)
     torch.cuda.synchronize()

@@ -9,6 +9,7 @@
 #include "fwd_mainloop.h"
 #include "pass_mainloop.h"
 #include "tiles.h"
+#include "wide_launch.h"
 
 namespace flash_attn::sm80 {
 
@@ -67,6 +68,7 @@ inline bool strides_fit(FwdParams const& p, int64_t dout_row_stride = 0) {
 template <typename Element, int kHeadDim>
 cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
     if (!strides_fit(p)) return cudaErrorNotSupported;
+    if constexpr (kHeadDim > 256) return run_wide_fwd<Element>(p, section_heads(p, p.num_heads_k), stream);
     int const row = find_tile(kForwardTiles, kHeadDim, shared_memory_limit(), &ForwardTile::shared_bytes);
     return with_row<kHeadDim, kForwardTiles>(row, [&](auto constant) {
         using T = typename ForwardOf<Element, decltype(constant)::value>::Traits;
@@ -79,6 +81,7 @@ cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
     if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorNotSupported;
+    if constexpr (kHeadDim > 256) return run_wide_bwd<Element>(p, stream);
     int const row = find_tile(kBackwardTiles, kHeadDim, shared_memory_limit(), &BackwardTile::shared_bytes);
     return with_row<kHeadDim, kBackwardTiles>(row, [&](auto constant) {
         using T = typename BackwardOf<Element, decltype(constant)::value>::Traits;
@@ -95,6 +98,7 @@ cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd_dq(BwdParams const& p, cudaStream_t stream) {
     if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorNotSupported;
+    if constexpr (kHeadDim > 256) return run_wide_bwd_dq<Element>(p, section_heads(p.fwd, p.head_k_end - p.head_k_begin), stream);
     int const row = find_tile(kDqTiles, kHeadDim, shared_memory_limit(), &ForwardTile::pass_shared_bytes);
     return with_row<kHeadDim, kDqTiles>(row, [&](auto constant) {
         using T = typename DqPassOf<Element, decltype(constant)::value>::Traits;

@@ -65,6 +65,44 @@ constexpr BackwardTile kBackwardTiles[] = {
     {256, 32, 32, 4, 2, 2, 2, 1, 1, 1},   // 99 KB GPUs
 };
 
+// Head dims above 256: one output a pass, since two accumulators do not fit. block_rows rows stay (query rows in the forward and
+// the dQ pass, keys in the dK and dV passes) and pieces of block_stream rows of the other side pass through two slots. Two warps
+// share 16 of the rows that stay, each with one half of the head dim: of the sums in the scores, and of the output's columns.
+struct WideTile {
+    int head_dim, block_rows, block_stream, num_warps;
+    constexpr int tile_bytes(int num_stays) const { return (num_stays * block_rows + 2 * block_stream) * head_dim * 2; }
+    constexpr int exchange_bytes(int values) const { return num_warps * 32 * 4 * values; }  // 4-byte values of a thread
+    constexpr int stream_bytes() const { return 16 * block_stream + 64 + 8 * 128; }         // lse and D twice, item, list
+    // A thread shares all its scores in the forward; else half of them, and as an operand half of the probabilities.
+    constexpr int forward_bytes() const { return tile_bytes(1) + exchange_bytes(block_stream / 2) + block_rows * 16; }
+    constexpr int dv_bytes() const { return tile_bytes(1) + exchange_bytes(block_stream * 3 / 8) + stream_bytes(); }
+    constexpr int dk_bytes() const { return tile_bytes(2) + exchange_bytes(block_stream * 5 / 8) + stream_bytes(); }
+    constexpr int dq_bytes() const { return tile_bytes(2) + exchange_bytes(block_stream * 5 / 8) + block_rows * 24; }
+};
+
+constexpr int kWideItemRows = 64;  // rows (keys) of an item; tiles of fewer rows take it in parts
+
+constexpr WideTile kWideForwardTiles[] = {
+    {512, 64, 64, 8},  // registers: O 128 + S 32 + P 16; shared memory: 225 KB
+    {512, 64, 32, 8},  // 163 KB GPUs: 145 KB
+    {512, 32, 16, 4},  // 99 KB GPUs: 68 KB
+};
+
+constexpr WideTile kWideDvTiles[] = {
+    {512, 64, 64, 8},  // registers: dV 128 + S 32; shared memory: 218 KB
+    {512, 64, 32, 8},  // 163 KB GPUs: 141 KB
+};
+
+constexpr WideTile kWideDkTiles[] = {
+    {512, 64, 32, 8},  // registers: dK 128 + S, dP 32; shared memory: 214 KB
+    {512, 32, 32, 4},  // 163 KB GPUs: 140 KB. 99 KB GPUs: none fits, the launch says so
+};
+
+constexpr WideTile kWideDqTiles[] = {
+    {512, 64, 32, 8},  // registers: dQ 128 + S, dP 32; shared memory: 214 KB
+    {512, 32, 32, 4},  // 163 KB GPUs: 139 KB
+};
+
 // Row of the tile for a head dim; -1 for unknown dims. Where not even the last row fits, its launch fails by name.
 template <typename Tile, int kCount>
 constexpr int find_tile(Tile const (&tiles)[kCount], int head_dim, int shared_bytes, int (Tile::*need)() const) {
@@ -77,7 +115,19 @@ constexpr int find_tile(Tile const (&tiles)[kCount], int head_dim, int shared_by
     return found;
 }
 
+template <int kCount>
+constexpr int find_tile(WideTile const (&tiles)[kCount], int head_dim, int shared_bytes, int (WideTile::*need)() const) {
+    int found = -1;
+    for (int row = 0; row < kCount; ++row) {
+        if (tiles[row].head_dim != head_dim) continue;
+        found = row;
+        if ((tiles[row].*need)() <= shared_bytes) break;
+    }
+    return found;
+}
+
 constexpr TileSizes tile_sizes(int head_dim, int shared_bytes) {
+    if (head_dim > 256) return {kWideItemRows, kWideItemRows};
     int const forward = find_tile(kForwardTiles, head_dim, shared_bytes, &ForwardTile::shared_bytes);
     int const backward = find_tile(kBackwardTiles, head_dim, shared_bytes, &BackwardTile::shared_bytes);
     return {kForwardTiles[forward].block_m, kBackwardTiles[backward].block_n};
