@@ -82,6 +82,27 @@ def attention(
     return out, lse
 
 
+def gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor,
+    segments_host: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float | None,
+    causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of packed tensors from out and lse (H, total_q), which may be of more keys than k's."""
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    scale = head_dim**-0.5 if softmax_scale is None else checks.softmax_scale(softmax_scale, q.device.type)
+    on_gpu = q.device.type == "cuda"
+    padded = kernel_head_dim(head_dim) if on_gpu else head_dim
+    padded_v = padded if on_gpu else head_dim_v
+    q, k = _rows(q, padded), _rows(k, padded)
+    v, out, dout = (_rows(x, padded_v) for x in (v, out, dout))
+    dq, dk, dv, _, _ = torch.ops.flash_attn.bwd(
+        dout, None, q, k, v, None, None, out, lse, segments, segments_host, [], max_seqlen_q, max_seqlen_k,
+        scale, checks.flag("causal", causal), *window_size, float(softcap),
+        checks.flag("deterministic", deterministic),
+    )  # fmt: skip
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
+
+
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """out (..., H, Dv) with one more key per head, of logit sinks[h] and value 0; lse (..., H), sinks (H,).
 
@@ -115,6 +136,16 @@ def _remembered(
     return tables[0], tables[1]
 
 
+def segments_of_dense(batch: int, seqlen_q: int, seqlen_k: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The segments on q's device, and on the CPU where q is on a GPU."""
+    sizes = (batch, seqlen_q, seqlen_k)
+    if q.device.type != "cuda":
+        return dense_segments(*sizes, q.device), None
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() or type(q) is not Tensor:
+        return dense_segments(*sizes, q.device), dense_segments(*sizes, torch.device("cpu"))
+    return _remembered(*sizes, q.device, torch.cuda.current_stream(q.device).cuda_stream)
+
+
 def dense(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
@@ -126,14 +157,7 @@ def dense(
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
 
-    sizes = (batch, seqlen_q, seqlen_k)
-    host = None
-    if q.device.type != "cuda":
-        segments = dense_segments(*sizes, q.device)
-    elif torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() or type(q) is not Tensor:
-        segments, host = dense_segments(*sizes, q.device), dense_segments(*sizes, torch.device("cpu"))
-    else:
-        segments, host = _remembered(*sizes, q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    segments, host = segments_of_dense(batch, seqlen_q, seqlen_k, q)
     out, lse = attention(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), None, None, segments, host, [],
         seqlen_q, seqlen_k, softmax_scale, causal, window_size, softcap, None, deterministic,

@@ -25,6 +25,15 @@ from flash_attn._calls import (
     varlen,
     varlen_segments,
 )
+from flash_attn._upstream import (  # noqa: F401 (imported from here by other libraries)
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _get_block_size_n,
+    maybe_contiguous,
+    round_multiple,
+)
 
 if TYPE_CHECKING:
     from flash_attn.shared_prompt import SharedPromptLayout
@@ -352,3 +361,9 @@ def flash_attn_shared_prompt_func(
         layout.max_seqlen_k, softmax_scale, True, window_size, softcap, sinks, deterministic,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward

@@ -1,0 +1,133 @@
+"""flash-attn's private functions and its extension module, against autograd through the public ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_attn_2_cuda
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn import flash_attn_interface as interface
+
+OPTIONS = dict(softmax_scale=0.3, causal=True, window_size=(5, -1), softcap=0.0)
+
+
+def qkv(*shapes: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+
+def test_dense() -> None:
+    q, k, v = qkv((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+    expected, lse, _ = flash_attn_func(q, k, v, **OPTIONS, return_attn_probs=True)
+    tail = (0.0, 0.3, True, 5, -1, 0.0, None)
+    out, softmax_lse, mask, rng_state = interface._flash_attn_forward(q, k, v, *tail, False)
+    torch.testing.assert_close((out, softmax_lse), (expected.detach(), lse.detach()))
+    assert mask.numel() == 0 and rng_state.shape == (2,) and rng_state.dtype == torch.int64
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    softmax_d = interface._flash_attn_backward(dout, q, k, v, out, softmax_lse, *grads, *tail, False)
+    torch.testing.assert_close(tuple(grads), wanted)
+    assert softmax_d.shape == (2, 4, 128)
+    torch.testing.assert_close(softmax_d[..., :5], (dout * out).sum(-1).transpose(1, 2).float())
+    assert interface._wrapped_flash_attn_backward is interface._flash_attn_backward
+
+
+def test_varlen() -> None:
+    q, k, v = qkv((6, 4, 8), (9, 2, 8), (9, 2, 8))
+    cu_q, cu_k = torch.tensor([0, 2, 6], dtype=torch.int32), torch.tensor([0, 5, 9], dtype=torch.int32)
+    lengths = (cu_q, cu_k, 4, 5)
+    expected, lse, _ = flash_attn_varlen_func(q, k, v, *lengths, **OPTIONS, return_attn_probs=True)
+    tail = (0.0, 0.3, True, 5, -1, 0.0, None)
+    out, softmax_lse, _, _ = interface._flash_attn_varlen_forward(q, k, v, *lengths, *tail)
+    torch.testing.assert_close((out, softmax_lse), (expected.detach(), lse.detach()))
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    softmax_d = interface._flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, *grads, *lengths, *tail, False
+    )
+    torch.testing.assert_close(tuple(grads), wanted)
+    assert softmax_d.shape == (4, 6 + 2 * 128)
+
+
+def test_a_ring_of_two_key_shares() -> None:
+    """What ring attention does: merge forwards by lse, then a backward per share with that out and lse."""
+    q, k, v = qkv((1, 6, 2, 4), (1, 8, 2, 4), (1, 8, 2, 4))
+    expected = flash_attn_func(q, k, v)
+    shares = [(k[:, :3], v[:, :3]), (k[:, 3:], v[:, 3:])]
+    tail = (0.0, 0.5, False, -1, -1, 0.0, None)
+    parts = [interface._flash_attn_forward(q, *share, *tail, False)[:2] for share in shares]
+    lse = torch.stack([x for _, x in parts]).logsumexp(0)
+    out = sum(o * (x - lse).exp().transpose(1, 2)[..., None] for o, x in parts)
+    torch.testing.assert_close(out, expected.detach())
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    dq, dks, dvs = torch.zeros_like(q), [], []
+    for share in shares:
+        grads = [torch.empty_like(x) for x in (q, *share)]
+        interface._flash_attn_backward(dout, q, *share, out, lse, *grads, *tail, False)
+        dq, dks, dvs = dq + grads[0], [*dks, grads[1]], [*dvs, grads[2]]
+    torch.testing.assert_close((dq, torch.cat(dks, 1), torch.cat(dvs, 1)), wanted)
+
+
+def test_the_extension_module() -> None:
+    q, k, v = (x.detach() for x in qkv((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)))
+    tail = (0.0, 0.3, True, 5, -1, 0.0)
+    expected = interface._flash_attn_forward(q, k, v, *tail, None, False)
+    into = torch.empty_like(q)
+    out, lse, _, _ = flash_attn_2_cuda.fwd(q, k, v, into, None, *tail, False, None)
+    assert out is into
+    torch.testing.assert_close((out, lse), expected[:2])
+    dout = torch.randn_like(out)
+    dq, dk, dv, _ = flash_attn_2_cuda.bwd(
+        dout, q, k, v, out, lse, None, None, None, None, *tail, False, None, None
+    )
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    interface._flash_attn_backward(dout, q, k, v, out, lse, *grads, *tail, None, False)
+    torch.testing.assert_close([dq, dk, dv], grads)
+
+    q, k, v, dout = (x.flatten(0, 1) for x in (q, k, v, dout))
+    lengths = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 7, 14], dtype=torch.int32)
+    rest = (5, 7, 0.0, 0.3, False, True, 5, -1, 0.0)
+    packed, packed_lse, _, _ = flash_attn_2_cuda.varlen_fwd(
+        q, k, v, None, *lengths, None, None, None, None, *rest, False, None
+    )
+    torch.testing.assert_close((packed, packed_lse), (out.flatten(0, 1), lse.transpose(0, 1).flatten(1)))
+    packed_grads = flash_attn_2_cuda.varlen_bwd(
+        dout, q, k, v, packed, packed_lse, None, None, None, *lengths, None, *rest, False, None, None
+    )
+    torch.testing.assert_close(packed_grads[:3], [x.flatten(0, 1) for x in grads])
+
+
+def test_wrong_arguments() -> None:
+    q, k, v = (x.detach() for x in qkv((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)))
+    tail = (0.0, 0.3, True, 5, -1, 0.0, None, False)
+    out, lse, _, _ = interface._flash_attn_forward(q, k, v, *tail)
+    with pytest.raises(
+        ValueError, match=r"softmax_lse must be \(batch, num_heads, seqlen_q\), got \[4, 10\]"
+    ):
+        interface._flash_attn_backward(
+            q, q, k, v, out, lse.transpose(0, 1).flatten(1), None, None, None, *tail
+        )
+    cu = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 7, 14], dtype=torch.int32), 5, 7
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    with pytest.raises(ValueError, match=r"softmax_lse must be \(num_heads, total_q\), got \[2, 4, 5\]"):
+        interface._flash_attn_varlen_backward(
+            packed[0], *packed, packed[0], lse, None, None, None, *cu, *tail
+        )
+    for name in ("leftpad_k", "seqused_k"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
+            interface._flash_attn_varlen_forward(*packed, *cu, *tail[:-1], **{name: cu[0]})
+    with pytest.raises(ValueError, match="head_dim must be at most 256, got 512"):
+        interface._get_block_size_n(torch.device("cpu"), 512, False, False)
+
+
+def test_helpers() -> None:
+    x = torch.zeros(3, 4).t()
+    assert interface.maybe_contiguous(x).stride(-1) == 1
+    assert interface.maybe_contiguous(None) is None
+    assert interface.round_multiple(129, 128) == 256
+    assert interface._get_block_size_n(torch.device("cpu"), 128, True, False) == 32
