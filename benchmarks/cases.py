@@ -3,6 +3,8 @@
 A case: `num_groups` groups of one prompt of P tokens and N responses of R tokens each. Work counts every
 visible (query, key) pair once, prompts once:
     forward 4 H d (P^2 / 2 + N (P R + R^2 / 2)) floating-point operations a group, backward 2.5 times that.
+With a window of W keys (window_left = W - 1) rows n of a sequence see min(n, W) keys: of its first n rows
+n^2 / 2 pairs up to n = W, then W n - W^2 / 2.
 """
 
 from __future__ import annotations
@@ -22,14 +24,20 @@ class Case:
     dtype: str = "bf16"
     num_groups: int = 1
     small: bool = False  # also timed as a CUDA graph: launches count
+    window_left: int = -1  # -1: all earlier keys
 
     @property
     def total(self) -> int:
         return self.num_groups * (self.prompt_len + self.num_responses * self.response_len)
 
+    def pairs(self, rows: int) -> float:
+        """Visible pairs of a sequence's first rows."""
+        window = self.window_left + 1
+        return rows * rows / 2 if window <= 0 or rows <= window else window * rows - window * window / 2
+
     def forward_flops(self) -> float:
         n, p, r = self.num_responses, self.prompt_len, self.response_len
-        pairs = p * p / 2 + n * (p * r + r * r / 2)
+        pairs = self.pairs(p) + n * (self.pairs(p + r) - self.pairs(p))
         return 4.0 * self.num_heads * self.head_dim * pairs * self.num_groups
 
     def flops(self, direction: str) -> float:
@@ -39,6 +47,8 @@ class Case:
         """The case as result files have it."""
         names = dict(num_responses="N", prompt_len="P", response_len="R", num_heads="H", num_heads_k="Hk")
         names |= dict(head_dim="d", dtype="dtype", num_groups="groups")
+        if self.window_left >= 0:
+            names["window_left"] = "window_left"
         return {names[k]: v for k, v in asdict(self).items() if k in names}
 
 
@@ -71,6 +81,12 @@ CASES: dict[str, list[Case]] = {
     "head_dims": [Case(28, 16384, 2048, head_dim=d) for d in (64, 96, 192, 256)],
     "long": [Case(4, 65536, 512), Case(16, 65536, 2048)],
     "groups": [Case(8, 4096, 1024, num_groups=4)],
+    # Gemma-4-31B: global layers, sliding layers, and what the latter would be without their window.
+    "gemma4": [
+        Case(8, 8192, 2048, num_heads_k=4, head_dim=512),
+        Case(16, 16384, 2048, num_heads_k=16, head_dim=256, window_left=1023),
+        Case(16, 16384, 2048, num_heads_k=16, head_dim=256),
+    ],
 }
 PLAIN: list[PlainCase] = [
     PlainCase(16, seqlen, causal, head_dim=d)

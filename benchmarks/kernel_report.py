@@ -14,6 +14,8 @@ def case_name(row: dict[str, Any]) -> str:
     if "N" not in c:
         return f"B={c['B']}, S={c['S']}, {'causal' if c['causal'] else 'full'}, d={c['d']}"
     groups = f", {c['groups']} groups" if c["groups"] != 1 else ""
+    groups += f", window {c['window_left'] + 1}" if "window_left" in c else ""
+    groups += f", Hk={c['Hk']}" if c["Hk"] != 8 else ""
     return f"N={c['N']}, P={c['P']}, R={c['R']}, d={c['d']}{groups}" + (", graph" if row.get("graph") else "")
 
 

@@ -42,6 +42,8 @@ class Problem:
     def one_group(self) -> tuple[int, int, int]:
         if self.case.num_groups != 1:
             raise NotImplementedError("this provider is written for one group")
+        if self.case.window_left >= 0:
+            raise NotImplementedError("this provider is written for attention without a window")
         return self.case.num_responses, self.case.prompt_len, self.case.response_len
 
     def replicate(self, x: Tensor) -> Tensor:
@@ -96,8 +98,9 @@ def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
         context_rows = case.prompt_len * case.num_groups
         total, heads_k, dim = case.total, case.num_heads_k, case.head_dim
         return ops.plan(
-            layout.segments, total, total, None, context_rows, heads_k, dim, problem.q.dtype, True, -1, -1
-        )
+            layout.segments, total, total, None, context_rows, heads_k, dim, problem.q.dtype, True,
+            case.window_left, -1,
+        )  # fmt: skip
 
     plan = with_arch(make_plan)()
     q, k, v = problem.q, problem.k, problem.v
@@ -109,7 +112,7 @@ def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
         case.total,
         problem.scale,
         True,
-        -1,
+        case.window_left,
         -1,
         0.0,
         deterministic,

@@ -56,10 +56,13 @@ def environment() -> dict[str, Any]:
 
 def reference(problem: Problem) -> list[Tensor]:
     """out, dq, dk, dv in fp32 with an explicit mask."""
-    _, p, r = problem.one_group()
+    p, r, window_left = problem.case.prompt_len, problem.case.response_len, problem.case.window_left
     index = torch.arange(problem.case.total, device="cuda")
     owner = torch.where(index < p, -1, (index - p) // r)
     mask = (index[None] <= index[:, None]) & ((index[None] < p) | (owner[None] == owner[:, None]))
+    if window_left >= 0:
+        position = torch.where(index < p, index, p + (index - p) % r)
+        mask &= position[None] >= position[:, None] - window_left
     leaves = [x.float().detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     groups = problem.case.num_heads // problem.case.num_heads_k
     q, k, v = leaves[0], *(x.repeat_interleave(groups, 1) for x in leaves[1:])
@@ -79,7 +82,8 @@ def packed(pair: Pair) -> list[Tensor]:
 
 def what_is_wrong(name: str, case: Case) -> str | None:
     """None where the results are right on a small ragged case with the same heads, dtype and head dim."""
-    small = replace(case, num_responses=3, prompt_len=300, response_len=200, num_groups=1)
+    window = min(case.window_left, 99)
+    small = replace(case, num_responses=3, prompt_len=300, response_len=200, num_groups=1, window_left=window)
     try:
         problem = Problem(small)
         want = reference(problem)
@@ -241,7 +245,7 @@ def main() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
 
-    checked: dict[tuple[str, int, str], str | None] = {}
+    checked: dict[tuple[str, int, str, int], str | None] = {}
     for case in cases_of(args.cases):
         if case.row() in measured:
             continue
@@ -250,7 +254,7 @@ def main() -> None:
         else:
             wrong: dict[str, str] = {}
             for provider in names if not args.no_check else ():
-                key = (provider, case.head_dim, case.dtype)
+                key = (provider, case.head_dim, case.dtype, case.window_left)
                 if key not in checked:
                     checked[key] = what_is_wrong(provider, case)
                     if checked[key]:
