@@ -70,7 +70,6 @@ def _bwd_fake(
     return dense(q, q), dense(k, k), dense(v, v), dense(k_context, k), dense(v_context, v)
 
 
-@torch.library.impl("flash_attn::fwd", "cpu", lib=_library)
 def _fwd_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     from flash_attn import cpu
 
@@ -78,7 +77,6 @@ def _fwd_cpu(*args: Any) -> tuple[Tensor, Tensor]:
         return cpu.forward(*args[:6], *args[10:15])
 
 
-@torch.library.impl("flash_attn::bwd", "cpu", lib=_library)
 def _bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
     from flash_attn import cpu
 
@@ -86,7 +84,6 @@ def _bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
         return cpu.backward(*args[:10], *args[14:19])
 
 
-@torch.library.impl("flash_attn::fwd", "cuda", lib=_library)
 def _fwd_cuda(*args: Any) -> tuple[Tensor, Tensor]:
     if backend(args[0].device) != "composed":
         return torch.ops.flash_attn_cuda.fwd(*_planned(args, 0))
@@ -96,7 +93,6 @@ def _fwd_cuda(*args: Any) -> tuple[Tensor, Tensor]:
         return forward(*args)
 
 
-@torch.library.impl("flash_attn::bwd", "cuda", lib=_library)
 def _bwd_cuda(*args: Any) -> tuple[Tensor, ...]:
     if backend(args[2].device) != "composed":
         return torch.ops.flash_attn_cuda.bwd(*_planned(args, 2))
@@ -104,6 +100,16 @@ def _bwd_cuda(*args: Any) -> tuple[Tensor, ...]:
 
     with torch.autocast("cuda", enabled=False):
         return backward(*args)
+
+
+IMPLEMENTATIONS = {
+    ("fwd", "cpu"): _fwd_cpu,
+    ("bwd", "cpu"): _bwd_cpu,
+    ("fwd", "cuda"): _fwd_cuda,
+    ("bwd", "cuda"): _bwd_cuda,
+}
+for (_name, _device), _implementation in IMPLEMENTATIONS.items():
+    torch.library.impl(f"flash_attn::{_name}", _device, lib=_library)(_implementation)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -151,12 +157,14 @@ def plan_tables(
     dtype: torch.dtype,
     causal: bool,
     window_size: tuple[int, int],
+    forward_only: bool = False,
 ) -> list[Tensor]:
     """Tables for the CUDA kernels, built on the GPU without a sync; [] where another backend runs.
 
     [row_span (total_q, 4), block_span (ceil(total_q / 64), 8), query_items (n, 12), key_items (m, 8)], int32.
     `total_context` None: context intervals are rows of k itself. `context_rows`: about how many rows contexts
-    have in all; it and `num_heads_k` decide how far the backward splits short contexts.
+    have in all; it and `num_heads_k` decide how far the backward splits short contexts. `forward_only`:
+    key_items is left empty.
     """
     if segments.device.type != "cuda" or backend(segments.device) == "composed":
         return []
@@ -173,6 +181,7 @@ def plan_tables(
             dtype,
             causal,
             *window_size,
+            forward_only,
         )
     )
 

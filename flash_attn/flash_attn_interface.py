@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flash_attn import checks
+from flash_attn import _kvcache, checks
 from flash_attn._calls import (
     Output,
     attention,
@@ -234,8 +234,25 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Decoding with an in-place KV cache. Not supported yet: raises NotImplementedError."""
-    raise NotImplementedError("flash_attn_with_kvcache is not supported")
+    """Attention of q (B, Sq, H, D) on a cache of keys and values, to which k, v are appended in place.
+
+    `k_cache`, `v_cache` (batch of the cache, seqlen, Hk, D), or pages (num_blocks, page_size, Hk, D) with
+    `block_table` (B, pages) int32. `cache_seqlens`, an int or (B,): keys in the cache before the call
+    (default: all). `k`, `v` (B, seqlen_new, Hk, D) are written behind them. `rotary_cos`, `rotary_sin`
+    (positions, rotary_dim / 2) turn k and q at their positions (without `causal` and window, all of q at the
+    first new one). `cache_batch_idx` (B,): the sequence of the cache for each of q; `cache_leftpad` (B,):
+    where its keys begin. `num_splits`: parts in which the keys are processed side by side, 0 chooses.
+    Masks as in `flash_attn_func` with Sk = keys after the call. Returns out (B, Sq, H, Dv), with
+    `return_softmax_lse` also lse (B, H, Sq) fp32. Not differentiable. Positions outside the cache raise where
+    values are read (CPU, FLASH_ATTN_CHECK=1); else they are clamped to its last row. ALiBi raises
+    NotImplementedError.
+    """
+    out, lse = _kvcache.with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes,
+        num_splits,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
 
 
 def flash_attn_dualkv_varlen_func(

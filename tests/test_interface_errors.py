@@ -175,11 +175,6 @@ def test_packed_tensors() -> None:
         flash_attn.flash_attn_varlen_qkvpacked_func(rand(6, 3, 2, 8), C, 1)
 
 
-def test_kvcache_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache is not supported"):
-        flash_attn.flash_attn_with_kvcache(Q, K, K)
-
-
 DUAL: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"k_context": rand(3, 1, 8), "v_context": rand(3, 1, 8)},

@@ -49,7 +49,7 @@ int splits_of(int64_t num_key_items, FwdParams const& p, bool context_in_k, int6
 
 std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std::optional<int64_t> total_context,
                          int64_t context_rows, int64_t num_heads_k, int64_t head_dim, ScalarType dtype, bool causal,
-                         int64_t window_left, int64_t window_right) {
+                         int64_t window_left, int64_t window_right, bool forward_only) {
     check_table(segments, "segments", 6, segments);
     for (int64_t rows : {total_q, total_k, total_context.value_or(0)}) check(rows >= 0 && rows <= kIntMax, "rows", "be below 2**31", rows);
     Device const& device = device_of(segments.get_device_index());
@@ -68,7 +68,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     p.fwd_block_m = tile.fwd_block_m, p.bwd_block_n = tile.bwd_block_n;
     p.num_splits = kernels.pass_wise ? 1 : choose_splits(context_rows, total_q, num_heads_k, device.num_sms, tile.bwd_block_n);
     int64_t const queries = query_capacity(total_q, p.num_segments, tile.fwd_block_m);
-    int64_t const keys = key_capacity(total_k, p.total_context, p.context_in_k, p.num_segments, tile.bwd_block_n, p.num_splits);
+    int64_t const keys = forward_only ? 0 : key_capacity(total_k, p.total_context, p.context_in_k, p.num_segments, tile.bwd_block_n, p.num_splits);
     check(queries + keys <= kIntMax, "segments", "have fewer rows", shape_of(segments));
     p.query_capacity = int(queries), p.key_capacity = int(keys);
 
@@ -296,7 +296,7 @@ std::string unsupported(int64_t device, int64_t head_dim, ScalarType dtype) {
 
 STABLE_TORCH_LIBRARY(flash_attn_cuda, m) {
     m.def("plan(Tensor segments, int total_q, int total_k, int? total_context, int context_rows, int num_heads_k, int head_dim, "
-          "ScalarType dtype, bool causal, int window_size_left, int window_size_right) -> Tensor[]");
+          "ScalarType dtype, bool causal, int window_size_left, int window_size_right, bool forward_only) -> Tensor[]");
     m.def("fwd(Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, " FLASH_ATTN_BATCH " -> (Tensor out, Tensor lse)");
     m.def("bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, Tensor out, Tensor lse, "
           FLASH_ATTN_BATCH " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_context, Tensor dv_context)");

@@ -1,0 +1,387 @@
+"""Decoding against a cache of keys and values, through the op that trains shared prompts.
+
+    append k, v to the cache in place -> rotate q and k -> attention of every query row on its cache rows
+A cache is rows of the op's context tensor, so nothing is copied and pages may lie anywhere. Few queries: the
+query heads of a kv head become rows of one tile, the keys are cut in parts that run side by side, and the
+parts are merged by log-sum-exp (split-KV). Called by flash_attn_with_kvcache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flash_attn import _ops, _rotary, checks
+from flash_attn._calls import _rows as unit_stride_rows
+from flash_attn._calls import kernel_head_dim
+
+_MAX_PACKED_ROWS = 64  # query rows of a kv head that go into one tile; longer queries run as a prefill does
+_MIN_SPLIT_KEYS = 256
+
+
+@dataclass(frozen=True)
+class Cache:
+    """k, v (rows, Hk, D): sequence b's position i is row `base[b] + i`, or lies in its pages."""
+
+    k: Tensor
+    v: Tensor
+    capacity: int  # positions of a sequence
+    base: Tensor  # (B,) int64
+    pages: Tensor | None  # (B, pages of a sequence) int64
+    page_size: int
+
+    def row(self, position: Tensor) -> Tensor:
+        """Rows of positions (B, n), clamped to the cache."""
+        position = position.clamp(0, max(self.capacity - 1, 0))
+        if self.pages is None:
+            return self.base[:, None] + position
+        return self.pages.gather(1, position // self.page_size) * self.page_size + position % self.page_size
+
+
+def _as_rows(x: Tensor, name: str) -> tuple[Tensor, int]:
+    """(blocks, rows of a block, Hk, D) as (rows, Hk, D), a view; and the rows from one block to the next."""
+    blocks, length, heads, head_dim = x.shape
+    if blocks <= 1 or length == 0:
+        return x.flatten(0, 1), length
+    step, rest = divmod(x.stride(0), x.stride(1)) if x.stride(1) else (0, 1)
+    if rest or step < length:
+        raise ValueError(
+            f"{name} must have a batch stride that is a multiple of its row stride, got {x.stride()}"
+        )
+    rows = (blocks - 1) * step + length
+    return x.as_strided((rows, heads, head_dim), (x.stride(1), x.stride(2), x.stride(3))), step
+
+
+def open_cache(
+    k_cache: Tensor, v_cache: Tensor, batch: int, batch_idx: Tensor | None, block_table: Tensor | None
+) -> Cache:
+    k, step = _as_rows(k_cache, "k_cache")
+    v, step_v = _as_rows(v_cache, "v_cache")
+    if step != step_v:
+        raise ValueError(f"v_cache must have k_cache's rows between sequences, {step}, got {step_v}")
+    length = k_cache.shape[1]
+    if block_table is None:
+        index = torch.arange(batch, device=k.device) if batch_idx is None else batch_idx.long()
+        base = index.clamp(0, max(k_cache.shape[0] - 1, 0)) * step
+        return Cache(k, v, length, base, None, length)
+    if step != length and k_cache.shape[0] > 1:
+        raise ValueError(f"k_cache must be contiguous over its pages, got strides {k_cache.stride()}")
+    pages = block_table.long().clamp(0, max(k_cache.shape[0] - 1, 0))
+    base = torch.zeros(batch, dtype=torch.int64, device=k.device)
+    return Cache(k, v, pages.shape[1] * length, base, pages, length)
+
+
+def append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
+    """Writes k, v (B, n, Hk, D) behind each sequence's `seqlens` rows."""
+    position = seqlens[:, None] + torch.arange(k.shape[1], device=k.device)
+    rows = cache.row(position).flatten()
+    cache.k[rows] = k.flatten(0, 1)
+    cache.v[rows] = v.flatten(0, 1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offsets: Tensor, moving: bool) -> Tensor:
+    """x (B, S, H, D) turned at positions offsets + row, or all at `offsets` where not `moving`."""
+    if moving:
+        return _rotary.turn(x, *_rotary.rows(x, cos, sin, offsets), interleaved)
+    return _rotary.turn(x, *_rotary.rows(x[:, :1], cos, sin, offsets), interleaved)
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Positions [begin, end) that each query row sees, (B, Sq) int64."""
+
+    begin: Tensor
+    end: Tensor
+
+
+def visible(
+    first: Tensor, length: Tensor, seqlen_q: int, causal: bool, window_size: tuple[int, int]
+) -> Visible:
+    """Row o of a sequence with keys [first, length) stands at length - Sq + o."""
+    left, right = window_size[0], 0 if causal else window_size[1]
+    position = length[:, None] - seqlen_q + torch.arange(seqlen_q, device=length.device)
+    begin = first[:, None].expand_as(position)
+    end = length[:, None].expand_as(position)
+    if left >= 0:
+        begin = torch.maximum(begin, position - left)
+    if right >= 0:
+        end = torch.minimum(end, position + right + 1)
+    return Visible(begin, torch.maximum(begin, end))
+
+
+def choose_splits(batch: int, num_heads_k: int, capacity: int, num_units: int) -> int:
+    """Parts of every sequence's keys: as many as fill the GPU twice, none shorter than 256 keys."""
+    wanted = -(-2 * num_units // max(batch * num_heads_k, 1))
+    return max(1, min(wanted, capacity // _MIN_SPLIT_KEYS, 128))
+
+
+def _segments(cache: Cache, rows: Visible, num_parts: int, part: int, group: int) -> Tensor:
+    """A segment for each (sequence, part of its keys, query row), `group` query heads each: (S, 6) int32."""
+    begin = torch.arange(num_parts, device=rows.begin.device)[:, None] * part
+    low = torch.maximum(rows.begin[:, None, :], begin)
+    high = torch.minimum(rows.end[:, None, :], begin + part)
+    length = (high - low).clamp(min=0)
+    if cache.pages is None:
+        start = cache.base[:, None, None] + low
+    else:
+        start = cache.pages[:, :, None] * cache.page_size + (low - begin)
+    start = torch.where(length > 0, start, 0).flatten()
+    q_begin = torch.arange(start.numel(), device=start.device) * group
+    zero = torch.zeros_like(start)
+    columns = (q_begin, q_begin + group, start, start + length.flatten(), zero, zero)
+    return torch.stack(columns, 1).int()
+
+
+_known: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # cache_seqlens -> key, segments, plan: for the layers of a step
+
+
+def _remembered(seqlens: Any, others: tuple[Any, ...], numbers: tuple[Any, ...], make: Any) -> Any:
+    """make(), or what it gave for the same tensors in the same state."""
+    tensors = [x for x in (seqlens, *others) if x is not None]
+    plain = all(type(x) is Tensor and not x.is_inference() for x in tensors)
+    capturing = seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not plain or not seqlens.is_cuda or capturing:
+        return make()
+    stream = torch.cuda.current_stream(seqlens.device).cuda_stream
+    key = (*numbers, stream, *((id(x), x._version) if x is not None else None for x in (seqlens, *others)))
+    found = _known.get(seqlens)
+    if found is None or found[0] != key:
+        found = _known[seqlens] = (key, make(), others)
+    return found[1]
+
+
+def _run(
+    q: Tensor, cache: Cache, segments: Tensor, plan: list[Tensor], options: Any
+) -> tuple[Tensor, Tensor]:
+    """The op on rows q (rows, heads, D): out (rows, heads, Dv), lse (heads, rows)."""
+    padded = kernel_head_dim(q.shape[-1]) if q.is_cuda else q.shape[-1]
+    padded_v = padded if q.is_cuda else cache.v.shape[-1]
+    q, k, v = (
+        unit_stride_rows(q, padded),
+        unit_stride_rows(cache.k, padded),
+        unit_stride_rows(cache.v, padded_v),
+    )
+    scale, causal, window, softcap, max_seqlen_q = options
+    out, lse = torch.ops.flash_attn.fwd(
+        q, k, v, k, v, segments, None, plan, max_seqlen_q, 0, scale, causal, *window, softcap, False
+    )
+    return out[..., : cache.v.shape[-1]], lse
+
+
+def _plan(q: Tensor, cache: Cache, segments: Tensor, causal: bool, window: tuple[int, int]) -> list[Tensor]:
+    return _ops.plan_tables(
+        segments, q.shape[0], cache.k.shape[0], cache.k.shape[0], 0, num_heads_k=cache.k.shape[1],
+        head_dim=kernel_head_dim(q.shape[-1]), dtype=q.dtype, causal=causal, window_size=window,
+        forward_only=True,
+    )  # fmt: skip
+
+
+def few_queries(
+    q: Tensor,
+    cache: Cache,
+    seen: Visible,
+    key: tuple[Any, ...],
+    scale: float,
+    softcap: float,
+    num_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """Split-KV: q (B, Sq, H, D) -> out (B, Sq, H, Dv), lse (B, H, Sq)."""
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    num_heads_k = cache.k.shape[1]
+    group = num_heads // num_heads_k
+    if cache.pages is not None:
+        parts, part = cache.pages.shape[1], cache.page_size
+    else:
+        num_units = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+        parts = num_splits or choose_splits(batch, num_heads_k, cache.capacity, num_units)
+        part = -(-cache.capacity // parts)
+    # (B, parts, Sq, heads of a group, Hk, D): the heads of a group are rows that see the same keys.
+    packed = q.unflatten(2, (num_heads_k, group)).transpose(2, 3)[:, None]
+    packed = packed.expand(batch, parts, seqlen_q, group, num_heads_k, head_dim)
+    rows = packed.reshape(-1, num_heads_k, head_dim)
+
+    def tables() -> tuple[Tensor, list[Tensor]]:
+        segments = _segments(cache, seen, parts, part, group)
+        return segments, _plan(rows, cache, segments, False, (-1, -1))
+
+    seqlens, others = key[0], key[1]
+    numbers = (parts, part, group, q.shape, q.dtype, cache.k.shape, *key[2:])
+    segments, plan = _remembered(seqlens, others, numbers, tables)
+    out, lse = _run(rows, cache, segments, plan, (scale, False, (-1, -1), softcap, group))
+    shape = (batch, parts, seqlen_q, group, num_heads_k)
+    out, lse = out.unflatten(0, shape[:-1]), lse.t().unflatten(0, shape[:-1])
+    merged = lse.logsumexp(1)
+    if parts == 1:
+        out = out[:, 0]
+    else:
+        weight = (lse - merged[:, None]).exp().masked_fill((merged == -torch.inf)[:, None], 0.0)
+        out = (out * weight[..., None]).sum(1).to(q.dtype)
+    out = out.transpose(2, 3).flatten(2, 3)
+    return out, merged.permute(0, 3, 2, 1).flatten(1, 2)
+
+
+def many_queries(
+    q: Tensor, cache: Cache, first: Tensor, length: Tensor, scale: float, causal: bool,
+    window_size: tuple[int, int], softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Prefill: one segment a sequence. Pages are gathered first."""
+    batch, seqlen_q = q.shape[:2]
+    if cache.pages is not None:
+        pages = cache.pages.flatten()
+        k = cache.k.unflatten(0, (-1, cache.page_size))[pages].flatten(0, 1)
+        v = cache.v.unflatten(0, (-1, cache.page_size))[pages].flatten(0, 1)
+        base = torch.arange(batch, device=q.device) * cache.capacity
+        cache = Cache(k, v, cache.capacity, base, None, cache.capacity)
+    q_begin = torch.arange(batch, device=q.device) * seqlen_q
+    zero = torch.zeros_like(q_begin)
+    columns = (q_begin, q_begin + seqlen_q, cache.base + first, cache.base + length, zero, zero)
+    segments = torch.stack(columns, 1).int()
+    rows = q.flatten(0, 1)
+    plan = _plan(rows, cache, segments, causal, window_size)
+    out, lse = _run(rows, cache, segments, plan, (scale, causal, window_size, softcap, seqlen_q))
+    return out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+
+
+def seqlens_of(x: int | Tensor | None, batch: int, capacity: int, device: torch.device) -> Tensor:
+    """(B,) int64 on `device`; None: the whole cache."""
+    if isinstance(x, Tensor):
+        return x.long()
+    return torch.full((batch,), capacity if x is None else int(x), dtype=torch.int64, device=device)
+
+
+def check_lengths(length: Tensor, capacity: int, first: Tensor | None) -> None:
+    """Where values may be read: within the cache."""
+    if not checks.values_are_read(length):
+        return
+    if length.numel() and (int(length.min()) < 0 or int(length.max()) > capacity):
+        raise ValueError(
+            f"cache_seqlens plus the new keys must be within the cache's {capacity} rows, "
+            f"got {length.tolist()}"
+        )
+    if first is not None and bool(((first < 0) | (first > length)).any()):
+        raise ValueError(f"cache_leftpad must be within the sequences, got {first.tolist()}")
+
+
+def _check_shapes(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    paged = block_table is not None
+    form = (
+        "(num_blocks, page_size, num_heads_k, head_dim)"
+        if paged
+        else "(batch, seqlen, num_heads_k, head_dim)"
+    )
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+    checks.qkv(q[:1] if q.dim() == 4 else q, k_cache[:1], v_cache[:1], 4, ("q", "k_cache", "v_cache"))
+    if k_cache.shape[:2] != v_cache.shape[:2]:
+        raise ValueError(
+            f"v_cache must have k_cache's {list(k_cache.shape[:2])} rows, got {list(v_cache.shape[:2])}"
+        )
+    if (k is None) != (v is None):
+        raise ValueError("k and v must be given together")
+    for name, new, like in (("k", k, k_cache), ("v", v, v_cache)):
+        if new is not None and (
+            new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2:] != like.shape[2:]
+        ):
+            raise ValueError(
+                f"{name} must be (batch, seqlen_new, num_heads_k, head_dim) = [{q.shape[0]}, *, "
+                f"{', '.join(map(str, like.shape[2:]))}], got {list(new.shape)}"
+            )
+    if k is not None and v is not None and k.shape[1] != v.shape[1]:
+        raise ValueError(f"v must have k's {k.shape[1]} rows, got {v.shape[1]}")
+
+
+def _check_indices(
+    q: Tensor, num_blocks: int, cache_seqlens: Any, batch_idx: Any, leftpad: Any, block_table: Any
+) -> None:
+    batch = q.shape[0]
+    for name, x in (
+        ("cache_seqlens", cache_seqlens),
+        ("cache_batch_idx", batch_idx),
+        ("cache_leftpad", leftpad),
+    ):
+        if x is None or (name == "cache_seqlens" and isinstance(x, int)):
+            continue
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be an int32 tensor, got {kind}")
+        if x.shape != (batch,) or x.device != q.device:
+            raise ValueError(
+                f"{name} must be (batch,) = [{batch}] on {q.device}, got {list(x.shape)} on {x.device}"
+            )
+    if block_table is None:
+        if batch_idx is None and num_blocks != batch:
+            raise ValueError(
+                f"k_cache must have q's batch size {batch} without cache_batch_idx, got {num_blocks}"
+            )
+        return
+    if batch_idx is not None or leftpad is not None:
+        raise NotImplementedError("block_table cannot be combined with cache_batch_idx or cache_leftpad")
+    if not isinstance(block_table, Tensor) or block_table.dtype != torch.int32:
+        kind = block_table.dtype if isinstance(block_table, Tensor) else type(block_table).__name__
+        raise TypeError(f"block_table must be an int32 tensor, got {kind}")
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise ValueError(f"block_table must be (batch, pages) = [{batch}, *], got {list(block_table.shape)}")
+
+
+@torch.no_grad()
+def with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
+    rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None, block_table: Tensor | None,
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
+    rotary_interleaved: bool, alibi_slopes: Tensor | None,
+    num_splits: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The work of `flash_attn_with_kvcache`: out (B, Sq, H, Dv) and lse (B, H, Sq)."""
+    _check_shapes(q, k_cache, v_cache, k, v, block_table)
+    _check_indices(q, k_cache.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    checks.options(0.0, softcap, window_size, alibi_slopes)
+    causal, num_splits = checks.flag("causal", causal), checks.length("num_splits", num_splits)
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin must be given together")
+    if rotary_cos is not None and k is None:
+        raise ValueError("rotary_cos must come with k and v: what is in the cache has been rotated")
+    scale = (
+        q.shape[-1] ** -0.5 if softmax_scale is None else checks.softmax_scale(softmax_scale, q.device.type)
+    )
+
+    batch, seqlen_q, num_heads, _ = q.shape
+    cache = open_cache(k_cache, v_cache, batch, cache_batch_idx, block_table)
+    before = seqlens_of(cache_seqlens, batch, cache.capacity, q.device)
+    first = torch.zeros_like(before) if cache_leftpad is None else cache_leftpad.long()
+    length = before + (k.shape[1] if k is not None else 0)
+    check_lengths(length, cache.capacity, first)
+    if rotary_cos is not None and rotary_sin is not None and k is not None:
+        tables = rotary_cos, rotary_sin, rotary_interleaved, before - first
+        moving = causal or window_size[0] >= 0 or window_size[1] >= 0
+        q, k = rotate(q, *tables, moving), rotate(k, *tables, True)
+    if k is not None and v is not None:
+        append(cache, k, v, before)
+    length = length.clamp(0, cache.capacity)
+    first = torch.minimum(first.clamp(min=0), length)
+
+    window = (int(window_size[0]), int(window_size[1]))
+    if seqlen_q * (num_heads // cache.k.shape[1]) > _MAX_PACKED_ROWS:
+        return many_queries(q, cache, first, length, scale, causal, window, float(softcap))
+    seen = visible(first, length, seqlen_q, causal, window)
+    source = cache_seqlens if isinstance(cache_seqlens, Tensor) else before
+    added = k.shape[1] if k is not None else 0
+    key = (source, (cache_batch_idx, cache_leftpad, block_table), added, causal, window, cache.capacity)
+    return few_queries(q, cache, seen, key, scale, float(softcap), num_splits)

@@ -1,0 +1,221 @@
+"""flash_attn_with_kvcache against dense attention on the keys that each sequence has, in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn._kvcache import choose_splits
+from flash_attn.layers.rotary import apply_rotary_emb
+
+B, CAPACITY, H, HK, D = 3, 24, 4, 2, 8
+
+
+def tensors(seqlen_q: int = 1, new: int = 0, blocks: int = B, length: int = CAPACITY) -> dict[str, Any]:
+    torch.manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    made = dict(
+        q=make(B, seqlen_q, H, D), k_cache=make(blocks, length, HK, D), v_cache=make(blocks, length, HK, D)
+    )
+    if new:
+        made |= dict(k=make(B, new, HK, D), v=make(B, new, HK, D))
+    return made
+
+
+def expected(q: Tensor, keys: list[Tensor], values: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """Dense attention of each sequence on its own keys (n, Hk, D)."""
+    results = [
+        flash_attn_func(q[b : b + 1], k[None], v[None], return_attn_probs=True, **options)[:2]
+        for b, (k, v) in enumerate(zip(keys, values, strict=True))
+    ]
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got[1], wanted[1], rtol=1e-10, atol=1e-10)
+
+
+OPTIONS = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(window_size=(4, 1)),
+    "causal window": dict(causal=True, window_size=(6, -1)),
+    "softcap, scale": dict(softcap=3.0, softmax_scale=0.7),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("seqlen_q", [1, 3, 40])
+@pytest.mark.parametrize("new", [0, 2])
+@pytest.mark.parametrize("num_splits", [0, 5])
+def test_ragged_caches(options: dict[str, Any], seqlen_q: int, new: int, num_splits: int) -> None:
+    x = tensors(seqlen_q, new)
+    lengths = [9, 0, 20]
+    before = {name: value.clone() for name, value in x.items()}
+    got = flash_attn_with_kvcache(
+        **x, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), num_splits=num_splits,
+        return_softmax_lse=True, **options,
+    )  # fmt: skip
+    rows = [[], []]
+    for b, length in enumerate(lengths):
+        for kind, name in enumerate("kv"):
+            own = before[f"{name}_cache"][b, :length]
+            rows[kind].append(torch.cat((own, x[name][b])) if new else own)
+            if new:
+                torch.testing.assert_close(
+                    x[f"{name}_cache"][b, length : length + new], x[name][b], rtol=0, atol=0
+                )
+                untouched = x[f"{name}_cache"][b].clone()
+                untouched[length : length + new] = before[f"{name}_cache"][b, length : length + new]
+                torch.testing.assert_close(untouched, before[f"{name}_cache"][b], rtol=0, atol=0)
+    check(got, expected(x["q"], *rows, **options))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q", [1, 4, 40])
+def test_pages(seqlen_q: int, causal: bool) -> None:
+    page = 8
+    x = tensors(seqlen_q, 2, blocks=10, length=page)
+    table = torch.tensor([[7, 2, 9], [0, 4, 1], [7, 3, 5]], dtype=torch.int32)  # page 7 is shared
+    lengths = [15, 0, 22]
+    got = flash_attn_with_kvcache(
+        **x, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), block_table=table, causal=causal,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    rows = [
+        [x[f"{name}_cache"][table[b].long()].flatten(0, 1)[: n + 2] for b, n in enumerate(lengths)]
+        for name in "kv"
+    ]
+    for kind, name in enumerate("kv"):
+        for b, n in enumerate(lengths):
+            torch.testing.assert_close(rows[kind][b][n:], x[name][b], rtol=0, atol=0)
+    check(got, expected(x["q"], *rows, causal=causal))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_batch_index_and_left_padding(seqlen_q: int) -> None:
+    x = tensors(seqlen_q, blocks=5)
+    index, lengths, leftpad = [4, 0, 2], [9, 24, 20], [3, 0, 20]
+    got = flash_attn_with_kvcache(
+        **x, causal=True, return_softmax_lse=True, cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
+        cache_batch_idx=torch.tensor(index, dtype=torch.int32),
+        cache_leftpad=torch.tensor(leftpad, dtype=torch.int32),
+    )  # fmt: skip
+    rows = [[x[f"{n}_cache"][i, a:b] for i, a, b in zip(index, leftpad, lengths, strict=True)] for n in "kv"]
+    check(got, expected(x["q"], *rows, causal=True))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary(interleaved: bool, causal: bool) -> None:
+    x = tensors(3, 3)
+    angle = torch.randn(40, D // 2, dtype=torch.float64)
+    cos, sin = angle.cos(), angle.sin()
+    lengths = torch.tensor([9, 0, 20], dtype=torch.int32)
+    cache = {n: x[f"{n}_cache"].clone() for n in "kv"}
+    got = flash_attn_with_kvcache(
+        **x, cache_seqlens=lengths, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved,
+        causal=causal, return_softmax_lse=True,
+    )  # fmt: skip
+    k = apply_rotary_emb(x["k"], cos, sin, interleaved, seqlen_offsets=lengths)
+    if causal:
+        q = apply_rotary_emb(x["q"], cos, sin, interleaved, seqlen_offsets=lengths)
+    else:  # every row at the first new position
+        rows = [
+            apply_rotary_emb(x["q"][:, i : i + 1], cos, sin, interleaved, seqlen_offsets=lengths)
+            for i in range(3)
+        ]
+        q = torch.cat(rows, 1)
+    keys = [torch.cat((cache["k"][b, :n], k[b])) for b, n in enumerate(lengths.tolist())]
+    values = [torch.cat((cache["v"][b, :n], x["v"][b])) for b, n in enumerate(lengths.tolist())]
+    check(got, expected(q, keys, values, causal=causal))
+
+
+def test_lengths_as_int_and_none() -> None:
+    x = tensors(2)
+    for given, length in ((7, 7), (None, CAPACITY)):
+        got = flash_attn_with_kvcache(**x, cache_seqlens=given, return_softmax_lse=True)
+        rows = [list(x[f"{n}_cache"][:, :length]) for n in "kv"]
+        check(got, expected(x["q"], *rows))
+
+
+def test_a_slice_of_a_longer_cache_is_written_in_place() -> None:
+    x = tensors(1, 2)
+    whole = {n: torch.randn(B, 2 * CAPACITY, HK, D, dtype=torch.float64) for n in "kv"}
+    for n in "kv":
+        whole[n][:, :CAPACITY] = x[f"{n}_cache"]
+        x[f"{n}_cache"] = whole[n][:, :CAPACITY]
+    got = flash_attn_with_kvcache(**x, cache_seqlens=5, return_softmax_lse=True)
+    rows = [[torch.cat((whole[n][b, :5], x[n][b])) for b in range(B)] for n in "kv"]
+    for n in "kv":
+        torch.testing.assert_close(whole[n][:, 5:7], x[n], rtol=0, atol=0)
+    check(got, expected(x["q"], *rows))
+
+
+def test_values_of_another_head_dim() -> None:
+    x = tensors(1)
+    x["v_cache"] = x["v_cache"][..., :5].contiguous()
+    got = flash_attn_with_kvcache(**x, cache_seqlens=7, return_softmax_lse=True)
+    rows = [list(x[f"{n}_cache"][:, :7]) for n in "kv"]
+    check(got, expected(x["q"], *rows))
+
+
+def test_splits_fill_the_gpu() -> None:
+    assert choose_splits(1, 8, 131072, 132) == 33
+    assert choose_splits(128, 8, 131072, 132) == 1
+    assert choose_splits(1, 8, 1024, 132) == 4
+    assert choose_splits(1, 1, 100, 132) == 1
+    assert choose_splits(1, 1, 1 << 20, 132) == 128
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+FOUR = torch.zeros(4, 24, HK, D).double()
+TABLES = {"rotary_cos": torch.zeros(40, 4), "rotary_sin": torch.zeros(40, 4)}
+WRONG = [
+    ({"k": None}, ValueError, "k and v must be given together"),
+    ({"rotary_cos": torch.zeros(40, 4)}, ValueError, "rotary_cos and rotary_sin must be given together"),
+    ({"k": None, "v": None} | TABLES, ValueError, "rotary_cos must come with k and v"),
+    ({"cache_seqlens": 23}, ValueError, r"within the cache's 24 rows, got \[25, 25, 25\]"),
+    ({"cache_seqlens": [1, 2, 3]}, TypeError, "cache_seqlens must be an int32 tensor, got list"),
+    ({"cache_seqlens": ints(2)}, ValueError, r"cache_seqlens must be \(batch,\) = \[3\] on cpu, got \[2\]"),
+    ({"cache_leftpad": ints(3) + 9}, ValueError, "cache_leftpad must be within"),
+    ({"k_cache": torch.zeros(3, 24, 16)}, ValueError, r"k_cache must be \(batch, .*got \[3, 24, 16\]"),
+    ({"v_cache": FOUR[:3, :23]}, ValueError, "v_cache must have k_cache's rows and heads"),
+    ({"v_cache": FOUR}, ValueError, r"v_cache must have k_cache's \[3, 24\] rows, got \[4, 24\]"),
+    ({"k": torch.zeros(3, 2, 1, D)}, ValueError, r"k must be .* = \[3, \*, 2, 8\], got \[3, 2, 1, 8\]"),
+    ({"v": torch.zeros(3, 1, HK, D)}, ValueError, "v must have k's 2 rows, got 1"),
+    ({"k_cache": FOUR, "v_cache": FOUR}, ValueError, "k_cache must have q's batch size 3"),
+    ({"alibi_slopes": torch.zeros(4)}, NotImplementedError, "ALiBi is not supported"),
+    ({"block_table": torch.zeros(3, 1)}, TypeError, "block_table must be an int32 tensor, got torch.float32"),
+    ({"block_table": ints(2, 1)}, ValueError, r"block_table must be .*got \[2, 1\]"),
+    (
+        {"block_table": ints(3, 1), "cache_leftpad": ints(3)},
+        NotImplementedError,
+        "block_table cannot be combined with cache_batch_idx or cache_leftpad",
+    ),
+    ({"num_splits": -1}, ValueError, "num_splits must be >= 0, got -1"),
+    ({"q": None}, TypeError, "q must be a tensor, got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG)
+def test_wrong_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**(tensors(1, 2) | {"cache_seqlens": 5} | change))
+
+
+def test_strides_that_no_rows_have() -> None:
+    x = tensors(1)
+    x["k_cache"] = x["k_cache"].transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(
+        ValueError, match="k_cache must have a batch stride that is a multiple of its row stride"
+    ):
+        flash_attn_with_kvcache(**x, cache_seqlens=5)
