@@ -73,6 +73,7 @@ def _steps(count: int, length: int) -> Tensor:
 
 def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
     from flash_attn import _backend
+    from flash_attn._ops import plan_tables
     from flash_attn.shared_prompt import SharedPromptLayout
 
     reason = _backend._load_library()
@@ -97,9 +98,9 @@ def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
     def make_plan() -> list[Tensor]:
         context_rows = case.prompt_len * case.num_groups
         total, heads_k, dim = case.total, case.num_heads_k, case.head_dim
-        return ops.plan(
-            layout.segments, total, total, None, context_rows, heads_k, dim, problem.q.dtype, True,
-            case.window_left, -1,
+        return plan_tables(
+            layout.segments, total, total, None, context_rows, num_heads_k=heads_k, head_dim=dim,
+            dtype=problem.q.dtype, causal=True, window_size=(case.window_left, -1),
         )  # fmt: skip
 
     plan = with_arch(make_plan)()

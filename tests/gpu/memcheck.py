@@ -7,6 +7,7 @@ Without torch's caching every tensor is an allocation of its own, so that one el
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -48,11 +49,19 @@ def corners(head_dim: int) -> None:
     flash_attn_varlen_func(x, x, x, cu, cu, 200, 200, causal=True).sum().backward()
 
 
-if __name__ == "__main__":
-    for path in sys.argv[1:] or ["90", "80"]:
-        os.environ["FLASH_ATTN_FORCE_ARCH"] = path
-        for head_dim in HEAD_DIMS[int(path)]:
-            if head_dim in (64, 128, 256, 512):
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The corner set for compute-sanitizer.")
+    parser.add_argument("paths", nargs="*", type=int, default=[90, 80], help="code paths")
+    parser.add_argument("--head-dims", default="64,128,256,512", help="those with kernels are run")
+    args = parser.parse_args()
+    for path in args.paths:
+        os.environ["FLASH_ATTN_FORCE_ARCH"] = str(path)
+        for head_dim in map(int, args.head_dims.split(",")):
+            if head_dim in HEAD_DIMS[path]:
                 corners(head_dim)
                 print(f"path {path}, head dim {head_dim}: done", flush=True)
     torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
