@@ -6,17 +6,10 @@ The five functions have the extension's positional arguments and results; they r
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from flash_attn import _upstream
-
-
-def _no_out(name: str, value: Any) -> None:
-    if value is not None:
-        raise NotImplementedError(f"{name} is not supported")
+from flash_attn import _kvcache, _upstream
 
 
 def fwd(
@@ -145,3 +138,34 @@ def varlen_bwd(
         deterministic, rng_state, zero_tensors,
     )  # fmt: skip
     return [dq, dk, dv, softmax_d]
+
+
+def fwd_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    is_rotary_interleaved: bool,
+    num_splits: int,
+) -> list[Tensor]:
+    """out (filled where given) and lse of `flash_attn_with_kvcache`."""
+    results = _kvcache.with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        block_table, softmax_scale, is_causal, (window_size_left, window_size_right), softcap,
+        is_rotary_interleaved, alibi_slopes, num_splits,
+    )  # fmt: skip
+    return _into(out, results)

@@ -102,6 +102,23 @@ def test_the_extension_module() -> None:
     torch.testing.assert_close(packed_grads[:3], [x.flatten(0, 1) for x in grads])
 
 
+def test_the_extension_modules_kvcache() -> None:
+    q, k_cache, v_cache = (x.detach() for x in qkv((2, 1, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8)))
+    k, v = torch.randn(2, 2, 1, 2, 8, dtype=torch.float64)
+    lengths = torch.tensor([3, 6], dtype=torch.int32)
+    mine, theirs = ((k_cache.clone(), v_cache.clone()) for _ in range(2))
+    expected = interface.flash_attn_with_kvcache(
+        q, *theirs, k, v, cache_seqlens=lengths, softmax_scale=0.3, causal=True, return_softmax_lse=True
+    )
+    into = torch.empty_like(q)
+    out, lse = flash_attn_2_cuda.fwd_kvcache(
+        q, *mine, k, v, lengths, None, None, None, None, None, None, into, 0.3, True, -1, -1, 0.0, True, 0
+    )
+    assert out is into
+    torch.testing.assert_close((out, lse), expected)
+    torch.testing.assert_close(mine, theirs)
+
+
 def test_wrong_arguments() -> None:
     q, k, v = (x.detach() for x in qkv((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)))
     tail = (0.0, 0.3, True, 5, -1, 0.0, None, False)

@@ -1,0 +1,145 @@
+"""Residual, dropout and LayerNorm or RMSNorm in one call, in plain PyTorch, normalised in fp32:
+
+    r = dropout(rowscale x) + dropout(x1) + residual
+    out = norm(r) weight + bias, out1 = norm(r) weight1 + bias1
+Used by ops/triton/layer_norm.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _dropped(x: Tensor, p: float, masked: bool) -> tuple[Tensor, Tensor | None]:
+    if p == 0.0:
+        return x, torch.ones_like(x, dtype=torch.bool) if masked else None
+    keep = torch.rand_like(x, dtype=torch.float32) >= p
+    return torch.where(keep, x / (1 - p), 0.0), keep if masked else None
+
+
+def _normalised(x: Tensor, eps: float, is_rms_norm: bool) -> Tensor:
+    if is_rms_norm:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return F.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+def _affine(
+    x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool, dtype: torch.dtype
+) -> Tensor:
+    x = x * (weight.to(x.dtype) + 1.0 if zero_centered else weight.to(x.dtype))
+    return (x if bias is None else x + bias.to(x.dtype)).to(dtype)
+
+
+def layer_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """x, residual, x1 (..., hidden), weights and biases (hidden,), rowscale (...,) -> out, like x.
+
+    With `weight1` a second output; with `prenorm` also the sum r, in the residual's dtype (fp32 with
+    `residual_in_fp32`, else x's); with `return_dropout_mask` the boolean masks of x and x1 (None without x1).
+    `zero_centered_weight`: 1 + weight multiplies. `out`, `residual_out` are filled where given.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    total = x.to(wide) if rowscale is None else x.to(wide) * rowscale[..., None].to(wide)
+    total, mask = _dropped(total, dropout_p, return_dropout_mask)
+    mask1 = None
+    if x1 is not None:
+        second, mask1 = _dropped(x1.to(wide), dropout_p, return_dropout_mask)
+        total = total + second
+    if residual is not None:
+        total = total + residual.to(wide)
+    kept = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
+    r = total.to(kept)
+    unit = _normalised(total, eps, is_rms_norm)
+    dtype = x.dtype if out_dtype is None else out_dtype
+    results: list[Tensor | None] = [_affine(unit, weight, bias, zero_centered_weight, dtype)]
+    if out is not None:
+        results[0] = out.copy_(results[0])  # type: ignore[arg-type]
+    if weight1 is not None:
+        results.append(_affine(unit, weight1, bias1, zero_centered_weight, dtype))
+    if prenorm:
+        results.append(r if residual_out is None else residual_out.copy_(r))
+    if return_dropout_mask:
+        results += [mask, mask1]
+    return results[0] if len(results) == 1 else tuple(results)  # type: ignore[return-value]
+
+
+def rms_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """`layer_norm_fn` with RMSNorm: x / sqrt(mean(x^2) + eps)."""
+    return layer_norm_fn(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
+        zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
+    )  # fmt: skip
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm over the last dimension, with dropout before it while training and an optional residual."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.dropout_p, self.zero_centered_weight = eps, dropout_p, zero_centered_weight
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """As `rms_norm_fn`."""
+        return rms_norm_fn(
+            x, self.weight, None, residual=residual, eps=self.eps,
+            dropout_p=self.dropout_p if self.training else 0.0, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
+        )  # fmt: skip

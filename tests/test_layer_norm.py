@@ -1,0 +1,81 @@
+"""Residual, dropout and normalisation in one call, against torch's modules in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn._layer_norm import RMSNorm, layer_norm_fn, rms_norm_fn
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("is_rms_norm", [False, True])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_values_and_gradients(is_rms_norm: bool, zero_centered: bool) -> None:
+    torch.manual_seed(0)
+    x, residual, x1, weight, bias, weight1, bias1, rowscale = inputs = (
+        make(2, 3, 8), make(2, 3, 8), make(2, 3, 8), make(8), make(8), make(8), make(8), make(2, 3)
+    )  # fmt: skip
+    got = layer_norm_fn(
+        x, weight, bias, residual, x1, weight1, bias1, 1e-3, rowscale=rowscale, prenorm=True,
+        zero_centered_weight=zero_centered, is_rms_norm=is_rms_norm,
+    )  # fmt: skip
+    total = x * rowscale[..., None] + x1 + residual
+    one = torch.ones(8, dtype=torch.float64)
+    norm = torch.nn.functional.rms_norm if is_rms_norm else torch.nn.functional.layer_norm
+    unit = norm(total, (8,), eps=1e-3)
+    shift = one if zero_centered else 0 * one
+    expected = (unit * (weight + shift) + bias, unit * (weight1 + shift) + bias1, total)
+    torch.testing.assert_close(got, expected)
+    factors = [torch.randn_like(y) for y in expected]
+    grads = [
+        torch.autograd.grad(sum((y * f).sum() for y, f in zip(ys, factors, strict=True)), inputs)
+        for ys in (got, expected)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, torch.bfloat16), ({"residual_in_fp32": True}, torch.float32)]
+)
+def test_dtypes(options: dict[str, Any], dtype: torch.dtype) -> None:
+    x, weight = make(4, 16, dtype=torch.bfloat16), make(16, dtype=torch.float32)
+    out, total = rms_norm_fn(x, weight, None, prenorm=True, **options)
+    assert (out.dtype, total.dtype) == (torch.bfloat16, dtype)
+    assert rms_norm_fn(x, weight, None, out_dtype=torch.float32).dtype == torch.float32
+    given = torch.empty(4, 16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert rms_norm_fn(x, weight, None, out=given) is given
+    torch.testing.assert_close(given, out.detach())
+
+
+def test_dropout_keeps_the_mean_and_says_what_it_dropped() -> None:
+    torch.manual_seed(0)
+    x = torch.ones(400, 500, dtype=torch.float64)
+    _, total, mask, mask1 = layer_norm_fn(
+        x, x[0], None, x1=x, dropout_p=0.25, prenorm=True, return_dropout_mask=True
+    )
+    torch.testing.assert_close(total, (mask.double() + mask1.double()) / 0.75)
+    for m in (mask, mask1):
+        assert abs(m.double().mean() - 0.75) < 5 * (0.75 * 0.25 / m.numel()) ** 0.5
+    assert not torch.equal(mask, mask1)
+
+
+def test_module() -> None:
+    torch.manual_seed(0)
+    x, residual = make(3, 8), make(3, 8)
+    ours, theirs = RMSNorm(8, dtype=torch.float64), torch.nn.RMSNorm(8, eps=1e-5, dtype=torch.float64)
+    out, total = ours(x, residual, prenorm=True)
+    torch.testing.assert_close((out, total), (theirs(x + residual), x + residual))
+    centred = RMSNorm(8, zero_centered_weight=True, dtype=torch.float64)
+    assert torch.equal(centred.weight, torch.zeros(8, dtype=torch.float64))
+    torch.testing.assert_close(centred(x), theirs(x))
+    dropping = RMSNorm(8, dropout_p=0.5, dtype=torch.float64)
+    assert not torch.allclose(dropping(x), theirs(x))
+    torch.testing.assert_close(dropping.eval()(x), theirs(x))
