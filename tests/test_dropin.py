@@ -1,6 +1,7 @@
 """Every name that other packages import from flash-attn 2.8, with upstream's parameters and defaults.
 
-The importers are named beside the names; what is left out raises ImportError with a pointer, and the README lists it.
+The importers are named beside the names; what is left out raises ImportError with a pointer, and the README
+lists it.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ SURFACE: dict[str, dict[str, str | None]] = {
     "flash_attn.ops.triton.layer_norm": {
         "layer_norm_fn": f"{NORM}, is_rms_norm=False, {NORM_TAIL}",
         "rms_norm_fn": f"{NORM}, {NORM_TAIL}",
-        "RMSNorm": "hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None",
+        "RMSNorm": "hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, device=None, "
+        "dtype=None",
     },
 }
 
