@@ -3,13 +3,15 @@
     python benchmarks/trl_updates.py --model smollm2-135m --prompt-lens 1024 4096 --out FILE
 
 Real trainers on a random model of the named shape and random tokens; all providers in one process,
-interleaved. A replicated update takes as many micro-batches of whole rows as its token budget needs. Beside
-each time stands what the planner says after measuring this machine (`--calibrate SECONDS`; 0: FLOPs).
+interleaved. A replicated update takes as many micro-batches of whole rows, all of one size, as its token
+budget needs; of one that needs many, `--timed-tokens` are run and the time is scaled to all rows. Beside each
+time stands what the planner says after measuring this machine (`--calibrate SECONDS`; 0: FLOPs).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import sys
@@ -75,7 +77,8 @@ class Bench:
         )
         self.device, self.options = torch.device(options.device), options
         self.vocab_size = config.vocab_size
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
+        with self.device:
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
         self.model = model.to(self.device)
         if options.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -103,6 +106,14 @@ class Bench:
         self.model.train()
         self.cost_model = self.trainers["shared"]._cost_model
         self.flop_model = self.cost_model
+        if options.gradient_checkpointing:  # layers run forward twice: 2 more per parameter, 4 H D per pair
+            counted = self.cost_model
+            self.flop_model = dataclasses.replace(
+                counted,
+                token=counted.token * 8 / 6,
+                pair_shared=counted.pair_shared * 18 / 14,
+                pair_replicated=counted.pair_replicated * 18 / 14,
+            )
 
     def calibrate(self, seconds: float) -> None:
         """Measures the planner's cost model."""
@@ -129,23 +140,38 @@ class Bench:
             "num_items_in_batch": torch.tensor(float(completions.numel()), device=self.device),
         }  # fmt: skip
 
-    def update(self, provider: str, cell: Cell) -> Callable[[], None]:
-        """One policy update: every row's loss and backward, gradients summed, then cleared."""
+    def rows_per_call(self, provider: str, cell: Cell) -> int:
+        """Rows of a micro-batch: all of a shared one; of a replicated one the most that divide N and fit."""
+        if PROVIDERS[provider][0] == "shared":
+            return cell.num_responses
+        budget = self.options.replicated_tokens // (cell.prompt_len + cell.response_len)
+        divisors = (n for n in range(1, cell.num_responses + 1) if cell.num_responses % n == 0)
+        return max(n for n in divisors if n <= max(budget, 1))
+
+    def timed_rows(self, provider: str, cell: Cell) -> int:
+        """Rows of whole micro-batches that are run; the others are as many again of the same shape."""
+        rows = self.rows_per_call(provider, cell)
+        tokens = rows * (cell.prompt_len + cell.response_len)
+        calls = max(2, self.options.timed_tokens // tokens)
+        return min(cell.num_responses, calls * rows)
+
+    def update(self, provider: str, cell: Cell) -> Callable[..., None]:
+        """Loss and backward of the group's timed rows, `update(1)` of its first micro-batch alone."""
         trainer_name, attention = PROVIDERS[provider]
         trainer, inputs = self.trainers[trainer_name], self.inputs(cell)
-        rows = cell.num_responses
-        if trainer_name == "replicated":
-            rows = max(1, self.options.replicated_tokens // (cell.prompt_len + cell.response_len))
+        rows = self.rows_per_call(provider, cell)
         parts = [
             {k: v[i : i + rows] if v.dim() else v for k, v in inputs.items()}
-            for i in range(0, cell.num_responses, rows)
+            for i in range(0, self.timed_rows(provider, cell), rows)
         ]
 
-        def run() -> None:
+        def run(num_parts: int | None = None) -> None:
             self.model.set_attn_implementation(attention)
-            for part in parts:
+            for part in parts[:num_parts]:
                 trainer._compute_loss(self.model, part).backward()
             self.model.zero_grad(set_to_none=True)
+            if trainer_name == "shared" and trainer.sharing.fallbacks:
+                raise RuntimeError(f"not shared: {next(iter(trainer.sharing.fallbacks))}")
 
         return run
 
@@ -161,7 +187,7 @@ def seconds_of(call: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def measure(bench: Bench, cell: Cell, providers: list[str], repeats: int) -> dict[str, dict[str, Any]]:
+def measure(bench: Bench, cell: Cell, providers: list[str]) -> dict[str, dict[str, Any]]:
     """Times of every provider, rounds interleaved; a provider that fails says why instead."""
     found: dict[str, dict[str, Any]] = {name: {"error": None} for name in providers}
     calls = {}
@@ -170,8 +196,9 @@ def measure(bench: Bench, cell: Cell, providers: list[str], repeats: int) -> dic
         try:
             if bench.device.type == "cuda":
                 gc.collect()
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(bench.device)
-            call()
+            call(1)
             if bench.device.type == "cuda":
                 found[name]["peak_gib"] = torch.cuda.max_memory_allocated(bench.device) / 2**30
             calls[name] = call
@@ -179,13 +206,20 @@ def measure(bench: Bench, cell: Cell, providers: list[str], repeats: int) -> dic
             found[name]["error"] = f"{type(error).__name__}: {error}"[:300]
             bench.model.zero_grad(set_to_none=True)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    begin = time.perf_counter()
+    for round_ in range(bench.options.repeats):
         for name, call in calls.items():
-            times[name].append(seconds_of(call, bench.device))
+            scale = cell.num_responses / bench.timed_rows(name, cell)
+            times[name].append(seconds_of(call, bench.device) * scale)
+        spent = time.perf_counter() - begin
+        if spent * (round_ + 2) / (round_ + 1) > bench.options.cell_seconds:
+            break
     for name, values in times.items():
         ordered = sorted(values)
         at = [ordered[round(share * (len(ordered) - 1))] * 1e3 for share in (0.5, 0.2, 0.8)]
-        found[name].update(time_ms=at[0], p20_ms=at[1], p80_ms=at[2])
+        found[name].update(time_ms=at[0], p20_ms=at[1], p80_ms=at[2], repeats=len(values))
+        found[name]["timed_rows"] = bench.timed_rows(name, cell)
+        found[name]["rows_per_call"] = bench.rows_per_call(name, cell)
     return found
 
 
@@ -198,8 +232,7 @@ def rows_of(
     group = [GroupLens(cell.prompt_len, (cell.response_len,) * cell.num_responses)]
     flops = {shared: bench.flop_model.cost(group, shared=shared) for shared in (True, False)}
     config, o = bench.model.config, bench.options
-    per_call = max(1, o.replicated_tokens // (cell.prompt_len + cell.response_len))
-    num_calls = -(-cell.num_responses // per_call)
+    num_calls = cell.num_responses // bench.rows_per_call("replicated-sdpa", cell)
     case = {
         "model": o.model, "N": cell.num_responses, "P": cell.prompt_len, "R": cell.response_len, "groups": 1,
         "H": config.num_attention_heads, "Hk": config.num_key_value_heads, "dtype": o.dtype,
@@ -236,6 +269,16 @@ def print_cell(cell: Cell, found: dict[str, dict[str, Any]], row: dict[str, Any]
     print(line, flush=True)
 
 
+def grid(options: argparse.Namespace) -> list[Cell]:
+    """All prompt lengths with all numbers of responses."""
+    return [Cell(p, n, options.response_len) for p in options.prompt_lens for n in options.num_responses]
+
+
+def as_cell(text: str) -> Cell:
+    """P:N:R."""
+    return Cell(*map(int, text.split(":")))
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -245,6 +288,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-lens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--num-responses", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--response-len", type=int, default=512)
+    parser.add_argument("--cells", type=as_cell, nargs="+", metavar="P:N:R", help="these instead of the grid")
     default = ["shared", "replicated-sdpa", "replicated-flash_attention_2"]
     parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=default)
     parser.add_argument(
@@ -253,7 +297,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="rounds, at most")
+    parser.add_argument("--cell-seconds", type=float, default=60.0, help="of rounds; one is always made")
+    parser.add_argument(
+        "--timed-tokens", type=int, default=2**20, help="of a replicated update that run; at least 2 calls"
+    )
     parser.add_argument("--calibrate", type=float, default=60.0, metavar="SECONDS", help="0: count FLOPs")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(arguments)
@@ -274,16 +322,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         bench.calibrate(options.calibrate)
         print(f"cost model: {bench.cost_model}")
     rows: list[dict[str, Any]] = []
-    for prompt_len in options.prompt_lens:
-        for num_responses in options.num_responses:
-            cell = Cell(prompt_len, num_responses, options.response_len)
-            found = measure(bench, cell, options.providers, options.repeats)
-            new = rows_of(bench, cell, found, about)
-            print_cell(cell, found, new[0])
-            rows += new
-            if options.out:  # after every cell: a run that is stopped keeps what it measured
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    for cell in options.cells or grid(options):
+        found = measure(bench, cell, options.providers)
+        new = rows_of(bench, cell, found, about)
+        print_cell(cell, found, new[0])
+        rows += new
+        if options.out:  # after every cell: a run that is stopped keeps what it measured
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(rows, indent=1) + "\n")
     return rows
 
 

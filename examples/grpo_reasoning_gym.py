@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=24, help="longest response")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each")
-    parser.add_argument("--learning-rate", type=float, default=5e-6)
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
         "--model", metavar="PATH", help="local Hugging Face folder instead of SmolLM2-135M-Instruct"

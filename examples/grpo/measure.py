@@ -107,7 +107,8 @@ def _cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+changes" where sources differ from it; None outside a checkout."""
+    """The checkout's commit, with "+changes" where sources differ from it; outside a checkout what
+    FLASH_ATTN_COMMIT says, or None."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -120,4 +121,4 @@ def commit() -> str | None:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", *sources).strip()
         return git("rev-parse", "HEAD").strip() + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("FLASH_ATTN_COMMIT")

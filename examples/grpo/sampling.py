@@ -1,12 +1,13 @@
-"""The policy and its responses: a local model, and N samples of a prompt whose keys are computed once.
+"""The policy and its responses: a local model, and samples of prompts whose common start is computed once.
 
-The prompt (all but its last token) runs once; its KV cache is then repeated N times for decoding.
+What all rows begin with (the worked examples; for N responses of one prompt all but its last token) runs
+once; its KV cache is then repeated for decoding.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +67,62 @@ def sample(
     stop_ids: set[int],
 ) -> list[list[int]]:
     """`num_responses` plain samples (no top-k, no top-p), each with its end token where it came to one."""
-    device = next(model.parameters()).device
-    ids = torch.tensor([prompt], device=device)
-    with torch.no_grad():
-        cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-        cache.batch_repeat_interleave(num_responses)
-        rows = ids.repeat(num_responses, 1)
-        output = model.generate(
-            rows,
-            attention_mask=torch.ones_like(rows),
-            past_key_values=cache,
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(stop_ids),
-            pad_token_id=min(stop_ids),
-        )
+    rows = torch.tensor([prompt], device=next(model.parameters()).device).repeat(num_responses, 1)
+    output = generate_behind_prefix(
+        model.generate,
+        model,
+        rows,
+        torch.ones_like(rows),
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(stop_ids),
+        pad_token_id=min(stop_ids),
+    )
     return [cut(row, stop_ids) for row in output[:, len(prompt) :].tolist()]
+
+
+def common_prefix(rows: Sequence[Sequence[int]]) -> int:
+    """How many tokens all rows begin with; each row keeps at least one of its own."""
+    first, longest = rows[0], min(map(len, rows)) - 1
+    return next((i for i in range(longest) if any(row[i] != first[i] for row in rows)), longest)
+
+
+def generate_behind_prefix(
+    generate: Callable[..., torch.Tensor],
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """What `generate` gives for left-padded rows (B, W): `input_ids` and the new tokens behind them.
+
+    The rows' common prefix passes through `model` once. Rows go on behind it as [padding, the rest];
+    positions count real tokens, so padding in the middle moves none.
+    """
+    ids, mask = input_ids.tolist(), attention_mask.bool().tolist()
+    rows = [[t for t, real in zip(*row, strict=True) if real] for row in zip(ids, mask, strict=True)]
+    length, width = common_prefix(rows), input_ids.shape[1]
+    if length < 1:
+        return generate(input_ids, attention_mask=attention_mask, **options)
+    padding = [width - len(row) for row in rows]
+    moved = [
+        row[:length] + id_row[:n] + row[length:] for row, id_row, n in zip(rows, ids, padding, strict=True)
+    ]
+    kept = [[1] * length + [0] * n + [1] * (width - length - n) for n in padding]
+    prompt = torch.tensor([rows[0][:length]], device=input_ids.device)
+    with torch.no_grad():
+        cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+        cache.batch_repeat_interleave(len(rows))
+        output = generate(
+            torch.tensor(moved, device=input_ids.device),
+            attention_mask=torch.tensor(kept, device=input_ids.device),
+            past_key_values=cache,
+            **options,
+        )
+    return torch.cat([input_ids, output[:, width:]], 1)
 
 
 def cut(response: list[int], stop_ids: set[int]) -> list[int]:

@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 from flash_attn.integrations.trl import GroupShuffleMixin, SharedPromptGRPOTrainer
 
 from .measure import MIB, machine, peak_bytes, reset_peak
-from .sampling import load_policy
+from .sampling import attention, generate_behind_prefix, load_policy
 from .tasks import TaskSource
 
 # DAPO: the upper clip is higher, every token weighs the same, no KL, truncated responses teach nothing.
@@ -38,7 +38,10 @@ KEPT = (
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run depends on. `num_prompts` groups of `num_responses` make an optimizer step."""
+    """What a run depends on. `num_prompts` groups of `num_responses` make an optimizer step.
+
+    Parameters are float32; `dtype` bfloat16 is autocast's, TRL's default on GPUs.
+    """
 
     shared: bool
     loss_type: str = "grpo"
@@ -49,7 +52,7 @@ class RunSettings:
     max_new_tokens: int = 24
     steps: int = 60
     seed: int = 0
-    learning_rate: float = 5e-6
+    learning_rate: float = 3e-5
     temperature: float = 1.0
     model: str | None = None
     device: str = "cpu"
@@ -170,6 +173,18 @@ def unmark_quantized(model: Any) -> None:
         del model.config.quantization_config
 
 
+def sample_behind_prefix(model: Any) -> None:
+    """Both ways sample alike: by SDPA, and what all prompts of a step begin with passes through the model
+    once."""
+    generate = model.generate
+
+    def sampled(input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        with attention(model, "sdpa"):
+            return generate_behind_prefix(generate, model, input_ids, attention_mask, **options)
+
+    model.generate = sampled
+
+
 def as_dataset(source: TaskSource, tokenizer: Any) -> Dataset:
     """Prompts as text, which TRL encodes again; `entry` is what the verifier needs."""
     tasks = source.tasks()
@@ -182,10 +197,11 @@ def as_dataset(source: TaskSource, tokenizer: Any) -> Dataset:
 
 def build_trainer(settings: RunSettings, log: Path, *, quiet: bool = False) -> Any:
     """The trainer of one run, which logs to `log`."""
-    dtype, device = getattr(torch, settings.dtype), torch.device(settings.device)
-    model, tokenizer, name = load_policy(settings.model, dtype, device)
+    device = torch.device(settings.device)
+    model, tokenizer, name = load_policy(settings.model, torch.float32, device)
     unmark_quantized(model)
     model.set_attn_implementation(settings.attention)
+    sample_behind_prefix(model)
     num_tasks = settings.steps * settings.num_prompts
     source = TaskSource(settings.task, tokenizer, settings.prompt_length, num_tasks, settings.seed)
     tasks = source.tasks()

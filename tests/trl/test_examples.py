@@ -60,6 +60,29 @@ def test_both_ways_train_alike_and_are_drawn(loss_type, folder, tmp_path, capsys
     assert "times as fast when shared" in capsys.readouterr().out
 
 
+def test_sampling_behind_the_common_prefix_changes_no_token(folder):
+    import torch
+    from grpo.sampling import common_prefix, generate_behind_prefix
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path(folder), attn_implementation="sdpa").eval()
+    start = list(range(5, 25))
+    rows = [[*start, 40, 41], [*start, 40, 42, 43, 44], [*start, 50], [*start, 40, 41]]
+    assert common_prefix(rows) == 20 and common_prefix([[1, 2, 3]] * 2) == 2
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 1, "pad_token_id": 0}
+    passed = []
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: passed.append(args[0].numel())
+    )
+    found = generate_behind_prefix(model.generate, model, ids, mask, **options)
+    hook.remove()
+    assert torch.equal(found, model.generate(ids, attention_mask=mask, **options))
+    assert passed[:2] == [20, 4 * 4]  # the prefix once, then the padded rests
+
+
 def test_means_of_the_curves():
     from grpo.curves import Run, running_mean, summary
 
