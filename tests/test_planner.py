@@ -255,6 +255,29 @@ def test_fit_recovers_the_coefficients():
         fit(measurements[:3])
 
 
+def test_small_batches_take_what_the_host_needs():
+    """A host that needs longer for shared calls: the verdict turns where replicated work exceeds it."""
+    truth = CostModel(3e-6, 5e-7, 2e-10, 4e-10, 0.0, 0.0, 0.012, 0.009)
+    generator = torch.Generator().manual_seed(0)
+    measurements = []
+    for p, r, n in itertools.product((10, 300, 2000, 9000), (20, 400), (2, 8, 24)):
+        for shared in (True, False):
+            noise = 1 + 0.04 * float(torch.rand((), generator=generator) - 0.5)
+            groups = (GroupLens(p, (r,) * n),)
+            measurements.append(Measurement(groups, shared, noise * truth.cost(groups, shared=shared)))
+    found = fit(measurements)
+    assert found.fit_error is not None and found.fit_error < 0.1
+    assert found.host_shared == pytest.approx(0.012, rel=0.05)
+    assert found.host_replicated == pytest.approx(0.009, rel=0.05)
+    for p, pays in ((100, False), (300, False), (900, True), (4000, True)):
+        group = [GroupLens(p, (40,) * 8)]
+        assert truth.pays(group) == found.pays(group) == pays
+    assert found.cost(group, shared=False, num_calls=100) == pytest.approx(100 * found.host_replicated)
+    assert CostModel.from_dict(found.as_dict()) == found
+    with pytest.raises(ValueError, match="host_shared must be at least 0, got -1"):
+        CostModel(1.0, 0.0, 0.0, 0.0, host_shared=-1)
+
+
 def test_calibrate_measures_a_machine_within_its_time():
     """The machine sleeps as the model says, so what calibrate finds is known up to the clock's noise."""
     truth = CostModel(4e-6, 0.0, 0.0, 1e-8, 1e-3, 1e-3)
