@@ -122,8 +122,9 @@ def group_by_prompt(
             i = int((lens > mask.sum(1)).nonzero()[0])
             raise ValueError(f"prompt_lens[{i}] must be at most {int(mask[i].sum())}, got {int(lens[i])}")
         mask = mask & (torch.arange(grid.shape[1]) < lens[:, None])
+    tokens = grid.flatten().index_select(0, mask.flatten().nonzero()[:, 0])
     return group_rows(
-        list(grid[mask].split(mask.sum(1).tolist())), keys, longest_common_prefix, int(boundary == "fork")
+        list(tokens.split(mask.sum(1).tolist())), keys, longest_common_prefix, int(boundary == "fork")
     )
 
 

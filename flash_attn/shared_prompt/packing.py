@@ -224,10 +224,11 @@ def pack(
     kept = torch.cat([prompt_kept, response_kept], 1)
     positions = None if position_ids is None else _positions(position_ids, given, exists, kept)
     prompt_lens, response_lens = prompt_kept.sum(1), response_kept.sum(1)
+    grid_index = kept.flatten().nonzero()[:, 0]
     tokens = _Tokens(
-        ids=torch.cat([prompt_ids, response_ids], 1)[kept],
+        ids=torch.cat([prompt_ids, response_ids], 1).flatten().index_select(0, grid_index),
         positions=positions,
-        grid_index=kept.flatten().nonzero()[:, 0],
+        grid_index=grid_index,
         prompt_lens=prompt_lens,
         response_lens=response_lens,
         begin=(prompt_lens + response_lens).cumsum(0) - prompt_lens - response_lens,
@@ -312,20 +313,26 @@ def _assemble(
     group_of_row, segment_begin = torch.empty_like(order), torch.empty_like(order)
     group_of_row[order], segment_begin[order] = group_of, q_begin[~is_prompt]
     context_len, context_begin = context_lens[group_of_row], q_begin[is_prompt][group_of_row]
-    row = torch.repeat_interleave(num_tokens)
-    offset = torch.arange(row.numel()) - tokens.begin[row]
-    own = segment_begin[row] - context_len[row]
-    pack_row = offset + torch.where(offset < context_len[row], context_begin[row], own)
+    # Each row's tokens, one stretch in the shared prompt and one in its own segment, as pack rows.
+    own_lens = num_tokens - context_len
+    pack_row = _ranges(
+        torch.stack([context_begin, segment_begin], 1).flatten(),
+        torch.stack([context_len, own_lens], 1).flatten(),
+    )
 
     # The kept token that a pack row holds; shared rows hold that of their group's first row.
-    first_row = torch.tensor([rows[0] for rows in groups.rows], dtype=torch.int64)[group_of_row]
-    stored = ((offset >= context_len[row]) | (first_row[row] == row)).nonzero()[:, 0]
-    holds = torch.empty(layout.total, dtype=torch.int64)
-    holds[pack_row[stored]] = stored
+    first_rows = torch.tensor([rows[0] for rows in groups.rows], dtype=torch.int64)
+    held_begin, held_lens = torch.empty_like(q_begin), torch.empty_like(q_begin)
+    held_begin[is_prompt], held_lens[is_prompt] = tokens.begin[first_rows], context_lens
+    held_begin[~is_prompt], held_lens[~is_prompt] = (tokens.begin + context_len)[order], own_lens[order]
+    holds = _ranges(held_begin, held_lens)
 
     response = _ranges((tokens.begin + tokens.prompt_lens)[order], tokens.response_lens[order])
     response_grid = torch.stack(
-        [row[response], tokens.grid_index[response] % max(grid_shape[1], 1) - prompt_width]
+        [
+            torch.repeat_interleave(order, tokens.response_lens[order]),
+            tokens.grid_index[response] % max(grid_shape[1], 1) - prompt_width,
+        ]
     )
     labels = tokens.ids[response]
     if in_loss is not None:
@@ -333,7 +340,7 @@ def _assemble(
     pred_index = pack_row[response - 1]
     row_labels = torch.full((layout.num_rows,), IGNORE_INDEX)
     if loss_on_prompt:
-        predicted = ((offset > 0) & (offset < tokens.prompt_lens[row])).nonzero()[:, 0]
+        predicted = _ranges(tokens.begin + 1, tokens.prompt_lens - 1)
         row_labels[pack_row[predicted - 1]] = tokens.ids[predicted]
     row_labels[pred_index] = labels
 
