@@ -17,7 +17,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from grpo.curves import draw, print_summary, read
+from grpo.curves import draw, print_summary, read, write_json
 from grpo.tasks import GENERATORS
 
 
@@ -31,6 +31,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--replicated", action="store_true", help="train with TRL's own GRPOTrainer")
     what.add_argument("--plot", nargs="+", type=Path, metavar="LOG", help="draw these logs on one figure")
     parser.add_argument("--figure", type=Path, default=Path("out/grpo/curves.png"), help="where --plot draws")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where --plot puts the logs together")
     parser.add_argument("--loss-type", choices=("grpo", "dapo"), default="grpo")
     parser.add_argument(
         "--task", choices=list(GENERATORS), default="word_sorting", help="reasoning-gym generator"
@@ -94,6 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
     print_summary(runs)
     draw(runs, options.figure)
     print(f"plot: {options.figure}")
+    if options.json is not None:
+        write_json(runs, options.json)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -39,6 +40,23 @@ def read(path: Path) -> Run:
     return Run(lines[0]["run"], lines[1:])
 
 
+def write_json(runs: list[Run], path: Path) -> None:
+    """All runs in one file, a step a line, with what machine they ran on."""
+    lines = []
+    for run in runs:
+        settings = json.dumps({k: v for k, v in run.settings.items() if k != "machine"})
+        steps = ",\n  ".join(json.dumps(step) for step in run.steps)
+        lines.append(f'{{"settings": {settings}, "steps": [\n  {steps}]}}')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    machine = json.dumps(runs[0].settings["machine"])
+    path.write_text(f'{{"machine": {machine},\n"runs": [\n' + ",\n".join(lines) + "]}\n")
+
+
+def from_json(data: dict[str, Any]) -> list[Run]:
+    """The runs of `write_json`."""
+    return [Run({**r["settings"], "machine": data["machine"]}, r["steps"]) for r in data["runs"]]
+
+
 def running_mean(values: list[float], window: int = WINDOW) -> list[float]:
     """Mean of the last `window` values at each step."""
     return [sum(values[max(0, i - window + 1) : i + 1]) / min(window, i + 1) for i in range(len(values))]
@@ -66,6 +84,40 @@ def summary(runs: list[Run]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def agreement(runs: list[Run], name: str) -> dict[str, float] | None:
+    """How far shared runs lie from the replicated ones, in running means of a metric over the steps of all.
+
+    - `same_seed`: mean distance of the two runs of a seed, which saw the same prompts.
+    - `other_seed`: mean distance of two replicated runs of different seeds.
+    - `inside`: share of steps at which the mean of the shared runs lies between the lowest and the highest
+      replicated run.
+
+    None unless both variants ran with the same two or more seeds.
+    """
+    curves: dict[str, dict[int, list[float]]] = defaultdict(dict)
+    for run in runs:
+        curves[run.variant][run.settings["seed"]] = running_mean(run.values(name))
+    shared, replicated = curves["shared"], curves["replicated"]
+    if len(shared) < 2 or shared.keys() != replicated.keys():
+        return None
+    length = min(len(curve) for own in (shared, replicated) for curve in own.values())
+    steps = range(min(WINDOW, length) - 1, length)  # means of fewer steps are left out
+
+    def distance(a: list[float], b: list[float]) -> float:
+        return sum(abs(a[i] - b[i]) for i in steps) / len(steps)
+
+    pairs = list(itertools.combinations(replicated.values(), 2))
+    means = [sum(curve[i] for curve in shared.values()) / len(shared) for i in steps]
+    lowest = [min(curve[i] for curve in replicated.values()) for i in steps]
+    highest = [max(curve[i] for curve in replicated.values()) for i in steps]
+    inside = [a <= x <= b for a, x, b in zip(lowest, means, highest, strict=True)]
+    return {
+        "same_seed": sum(distance(shared[s], replicated[s]) for s in shared) / len(shared),
+        "other_seed": sum(distance(a, b) for a, b in pairs) / len(pairs),
+        "inside": sum(inside) / len(inside),
+    }
+
+
 def print_summary(runs: list[Run]) -> None:
     """The table of `summary`, and the learning and equivalence that it shows."""
     table = summary(runs)
@@ -80,6 +132,14 @@ def print_summary(runs: list[Run]) -> None:
     if len(table) == 2:
         ratio = table["replicated"]["median_update_seconds"] / table["shared"]["median_update_seconds"]
         print(f"policy update {ratio:.2f} times as fast when shared")
+    for name in ("reward", "loss", "grad_norm"):
+        found = agreement(runs, name)
+        if found is not None:
+            print(
+                f"{name}: shared and replicated runs of a seed differ by {found['same_seed']:.4f}, "
+                f"replicated runs of two seeds by {found['other_seed']:.4f}; "
+                f"shared mean inside the replicated runs at {found['inside']:.0%} of steps"
+            )
 
 
 def draw(runs: list[Run], path: Path) -> None:

@@ -95,6 +95,21 @@ def test_means_of_the_curves():
     assert found["median_update_seconds"] == 1.0
 
 
+def test_agreement_of_curves(tmp_path):
+    from grpo.curves import Run, agreement, from_json, write_json
+
+    def run(shared, seed, offset):
+        steps = [{"step": i, "reward": 0.1 * i + offset, "seconds": 1.0, "phases": {}} for i in range(20)]
+        return Run({"shared": shared, "seed": seed, "machine": {"device": "x"}}, steps)
+
+    runs = [run(False, 0, 0.0), run(False, 1, 1.0), run(True, 0, 0.1), run(True, 1, 1.1)]
+    assert agreement(runs, "reward") == pytest.approx({"same_seed": 0.1, "other_seed": 1.0, "inside": 1.0})
+    assert agreement([*runs[:3], run(True, 1, 2.9)], "reward")["inside"] == 0  # the mean is above both
+    assert agreement(runs[:3], "reward") is None
+    write_json(runs, tmp_path / "runs.json")
+    assert from_json(json.loads((tmp_path / "runs.json").read_text())) == runs
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
