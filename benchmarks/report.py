@@ -25,6 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import kernel_report  # noqa: E402
+import trl_report  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,23 @@ def kernels(rows: list[dict[str, Any]]) -> str:
     return kernel_report.text(rows, markdown_table)
 
 
+def trl_training(data: dict[str, Any]) -> str:
+    """`examples/grpo_reasoning_gym.py --plot --json`: both ways of training."""
+    return trl_report.training(data, markdown_table)
+
+
+def trl_updates(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/trl_updates.py`: times of the policy update."""
+    return trl_report.updates(rows, markdown_table)
+
+
 BLOCKS = {
     block.name: block
     for block in (
         Block("policy_update", "cpu/policy_update.json", policy_update, draw_policy_update),
         Block("kernels", "*/kernels.json", kernels, kernel_report.draw),
+        Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
+        Block("trl_updates", "*/trl_updates.json", trl_updates, trl_report.draw_updates),
     )
 }
 

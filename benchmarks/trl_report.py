@@ -1,0 +1,179 @@
+"""Tables and plots of the TRL runs: training both ways (examples/grpo_reasoning_gym.py), and times of the
+policy update (trl_updates.py). report.py puts them into the README."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+Table = Callable[[list[tuple[str, ...]]], str]
+
+MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen3-1.7b": "Qwen3-1.7B"}
+REPLICATED = ("trl-replicated-sdpa", "trl-replicated-flash_attention_2")
+
+
+def cells(rows: Rows) -> list[dict[str, dict[str, Any]]]:
+    """provider -> row of every cell, by model, R, P and N."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        c = row["case"]
+        found.setdefault((c["model"], -c["R"], c["P"], c["N"]), {})[row["provider"]] = row
+    return [found[key] for key in sorted(found)]
+
+
+def best_replicated(cell: dict[str, dict[str, Any]]) -> float | None:
+    """ms of the faster replicated update."""
+    times = [cell[name]["time_ms"] for name in REPLICATED if cell.get(name, {}).get("time_ms")]
+    return min(times) if times else None
+
+
+def speedup(cell: dict[str, dict[str, Any]]) -> float | None:
+    """Of the shared update over the faster replicated one."""
+    best, shared = best_replicated(cell), cell["trl-shared"].get("time_ms")
+    return best / shared if best and shared else None
+
+
+def above_best(cell: dict[str, dict[str, Any]]) -> float | None:
+    """What following the planner's verdict costs, relative to the better way."""
+    best, shared = best_replicated(cell), cell["trl-shared"].get("time_ms")
+    if not best or not shared:
+        return None
+    chosen = shared if cell["trl-shared"]["verdict"] == "share" else best
+    return chosen / min(best, shared) - 1
+
+
+def _ms(row: dict[str, Any] | None) -> str:
+    if row is None or not row.get("time_ms"):
+        return "-"
+    mark = "*" if row["timed_rows"] < row["case"]["N"] else ""
+    return f"{row['time_ms']:,.0f}{mark}"
+
+
+def _gib(row: dict[str, Any] | None) -> str:
+    return "-" if row is None or row.get("peak_gib") is None else f"{row['peak_gib']:.1f}"
+
+
+def updates(rows: Rows, table: Table) -> str:
+    """A table per model, and what holds over all cells."""
+    first = rows[0]
+    parts = []
+    for model in dict.fromkeys(row["case"]["model"] for row in rows):
+        own = [cell for cell in cells(rows) if cell["trl-shared"]["case"]["model"] == model]
+        lines: list[tuple[str, ...]] = [(
+            f"{MODELS.get(model, model)}: P, N, R", "shared ms", "SDPA ms", "flash_attention_2 ms",
+            "speed-up", "of predicted", "planner", "peak GiB", "replicated",
+        )]  # fmt: skip
+        for cell in own:
+            shared, case = cell["trl-shared"], cell["trl-shared"]["case"]
+            gain = speedup(cell)
+            relative = "-" if gain is None else f"{gain / shared['predicted_speedup']:.0%}"
+            sdpa, flash = (cell.get(name) for name in REPLICATED)
+            lines.append((
+                f"{case['P']}, {case['N']}, {case['R']}", _ms(shared), _ms(sdpa), _ms(flash),
+                "-" if gain is None else f"{gain:.2f}x", relative, shared["verdict"],
+                _gib(shared), _gib(flash),
+            ))  # fmt: skip
+        parts.append(table(lines))
+    tables = "\n\n".join(parts)
+    return f"""\
+{first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}: loss
+and backward of one group in TRL's trainer, random weights and tokens, bf16, medians of interleaved rounds.
+Replicated updates run in micro-batches of rows (*: some of the equal micro-batches were run, and the
+time scaled). The prediction is the ratio of executed FLOPs; Qwen3 runs with checkpointing. "planner" is
+the verdict of the calibrated cost model.
+
+{tables}
+
+{_summary(rows)}"""
+
+
+def _summary(rows: Rows) -> str:
+    large = [
+        speedup(cell) / cell["trl-shared"]["predicted_speedup"]  # type: ignore[operator]
+        for cell in cells(rows)
+        if speedup(cell) is not None and (best_replicated(cell) or 0) > 200
+    ]
+    losses = [loss for cell in cells(rows) if (loss := above_best(cell)) is not None]
+    slower = sum(1 for cell in cells(rows) if (gain := speedup(cell)) is not None and gain < 1)
+    return (
+        f"Where the replicated update takes more than 200 ms ({len(large)} cells), the speed-up over\n"
+        f"the faster replicated way is {min(large):.0%} to {max(large):.0%} of the prediction. Following\n"
+        f"the planner costs at most {max(losses):.1%} over the better way of each cell; sharing is slower in\n"
+        f"{slower} of {len(losses)} cells."
+    )
+
+
+def draw_updates(rows: Rows, path: Path) -> None:
+    """Speed-up, measured and predicted, of every cell."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(row["case"]["model"] for row in rows))
+    figure, axes = plt.subplots(
+        1, len(models), figsize=(6.5 * len(models), 3.6), squeeze=False, layout="constrained"
+    )
+    for axis, model in zip(axes[0], models, strict=True):
+        own = [c for c in cells(rows) if c["trl-shared"]["case"]["model"] == model and speedup(c) is not None]
+        names = ["{P},{N},{R}".format(**c["trl-shared"]["case"]) for c in own]
+        at = range(len(own))
+        axis.bar(at, [speedup(c) for c in own], color="#1f6fb2", label="measured")
+        predicted = [c["trl-shared"]["predicted_speedup"] for c in own]
+        axis.plot(at, predicted, "_", color="black", markersize=14, label="predicted by FLOPs")
+        axis.axhline(1, color="#888888", linewidth=0.8)
+        axis.set_xticks(at, names, rotation=60, ha="right", fontsize=7)
+        axis.set_title(f"{MODELS.get(model, model)}: policy update, P,N,R")
+        axis.set_ylabel("times as fast as replicated")
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def training(data: dict[str, Any], table: Table) -> str:
+    """Rewards, seconds and agreement of the runs of `write_json`."""
+    from grpo.curves import agreement, from_json, summary
+
+    runs, machine = from_json(data), data["machine"]
+    s = runs[0].settings
+    lines: list[tuple[str, ...]] = [(
+        "", "reward, first 10 steps", "last 10 steps", "policy update s", "step s", "peak GiB",
+    )]  # fmt: skip
+    for variant, found in summary(runs).items():
+        first, last = found["first_rewards"], found["last_rewards"]
+        peak = max(step["peak_mib"] for run in runs if run.variant == variant for step in run.steps) / 1024
+        lines.append((
+            variant, " ".join(f"{x:.2f}" for x in first), " ".join(f"{x:.2f}" for x in last),
+            f"{found['median_update_seconds']:.2f}", f"{found['median_step_seconds']:.2f}", f"{peak:.1f}",
+        ))  # fmt: skip
+    sentences = []
+    for name in ("reward", "loss"):
+        values = agreement(runs, name)
+        if values is not None:
+            sentences.append(
+                f"{name.capitalize()}: two runs of a seed differ by {values['same_seed']:.3f} on average,\n"
+                f"replicated runs of two seeds by {values['other_seed']:.3f}; the mean of the shared runs\n"
+                f"lies between the replicated runs at {values['inside']:.0%} of the steps."
+            )
+    seeds = ", ".join(str(x) for x in sorted({run.settings["seed"] for run in runs}))
+    learned = "\n".join(sentences)
+    return f"""\
+{s["loss_type"].upper()} training of {s["model"]} on reasoning-gym's {s["task"]}: {len(runs[0].steps)} steps
+of {s["num_prompts"]} prompts of about {s["prompt_length"]} tokens, N={s["num_responses"]}, learning rate
+{s["learning_rate"]:g}, bf16 autocast, seeds {seeds} each way, with the same prompts; {machine["device"]},
+torch {machine["torch"]}, transformers {machine["transformers"]}, {machine["date"]}. All runs shared the GPU,
+so seconds compare the two ways under equal load, no more.
+
+{table(lines)}
+
+{learned}"""
+
+
+def draw_training(data: dict[str, Any], path: Path) -> None:
+    """Reward, loss and seconds of the policy update over the steps."""
+    from grpo.curves import draw, from_json
+
+    draw(from_json(data), path)
