@@ -27,7 +27,7 @@ void launch(Function function, Params const& params, Kernels const& kernels, cha
     if (status == cudaErrorInvalidValue && kernels.arch == 80)  // from the request for shared memory
         throw std::runtime_error(text("flash_attn: ", name_of(kernels, pass), " needs more than the ", shared_memory_limit() / 1024,
                                       " KB of shared memory that a block may use on this GPU"));
-    check_cuda(status, name_of(kernels, pass));
+    check_cuda(status, [&] { return name_of(kernels, pass); });
 }
 
 // Context items alone would leave SMs idle (short prompts): cut their rows in up to kMaxSplits parts. Few and long ones are
@@ -43,7 +43,7 @@ int choose_splits(int64_t context_rows, int64_t total_q, int64_t num_heads_k, in
 int splits_of(int64_t num_key_items, FwdParams const& p, bool context_in_k, int64_t num_segments, int block) {
     for (int splits = 1; splits <= kMaxSplits; ++splits)
         if (key_capacity(p.total_k, p.total_context, context_in_k, num_segments, block, splits) == num_key_items) return splits;
-    check(false, "plan[3]", "be built for these tensors", num_key_items);
+    FLASH_ATTN_CHECK(false, "plan[3]", "be built for these tensors", num_key_items);
     return 1;
 }
 
@@ -51,7 +51,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
                          int64_t context_rows, int64_t num_heads_k, int64_t head_dim, ScalarType dtype, bool causal,
                          int64_t window_left, int64_t window_right, bool forward_only) {
     check_table(segments, "segments", 6, segments);
-    for (int64_t rows : {total_q, total_k, total_context.value_or(0)}) check(rows >= 0 && rows <= kIntMax, "rows", "be below 2**31", rows);
+    for (int64_t rows : {total_q, total_k, total_context.value_or(0)}) FLASH_ATTN_CHECK(rows >= 0 && rows <= kIntMax, "rows", "be below 2**31", rows);
     Device const& device = device_of(segments.get_device_index());
     Kernels const& kernels = kernels_for(device, head_dim, dtype_of(dtype));
     DeviceScope const scope(device.index);
@@ -69,7 +69,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     p.num_splits = kernels.pass_wise ? 1 : choose_splits(context_rows, total_q, num_heads_k, device.num_sms, tile.bwd_block_n);
     int64_t const queries = query_capacity(total_q, p.num_segments, tile.fwd_block_m);
     int64_t const keys = forward_only ? 0 : key_capacity(total_k, p.total_context, p.context_in_k, p.num_segments, tile.bwd_block_n, p.num_splits);
-    check(queries + keys <= kIntMax, "segments", "have fewer rows", shape_of(segments));
+    FLASH_ATTN_CHECK(queries + keys <= kIntMax, "segments", "have fewer rows", shape_of(segments));
     p.query_capacity = int(queries), p.key_capacity = int(keys);
 
     std::vector<Tensor> tables{new_empty(segments, {total_q, 4}, ScalarType::Int),
@@ -96,35 +96,35 @@ struct Call {
 
     Call(Tensor const& q_, Tensor const& k_, Tensor const& v_, OptionalTensor const& k_context_, OptionalTensor const& v_context_,
          Tensor const& segments, std::vector<Tensor> const& plan, double softmax_scale, double softcap) {
-        check(q_.dim() == 3 && q_.is_cuda(), "q", "be (total_q, num_heads, head_dim) on a GPU", shape_of(q_));
+        FLASH_ATTN_CHECK(q_.dim() == 3 && q_.is_cuda(), "q", "be (total_q, num_heads, head_dim) on a GPU", shape_of(q_));
         check_operand(k_, "k", "(total_k, num_heads_k, head_dim)", q_);
         check_operand(v_, "v", "(total_k, num_heads_k, head_dim)", q_);
-        check(v_.size(0) == k_.size(0) && v_.size(1) == k_.size(1), "v", text("have the shape of k, ", shape_of(k_)), shape_of(v_));
-        check(q_.size(2) % 8 == 0, "head_dim", "be a multiple of 8", q_.size(2));
-        check(k_.size(1) > 0 && q_.size(1) % k_.size(1) == 0, "num_heads", text("be a multiple of num_heads_k, ", k_.size(1)), q_.size(1));
+        FLASH_ATTN_CHECK(v_.size(0) == k_.size(0) && v_.size(1) == k_.size(1), "v", text("have the shape of k, ", shape_of(k_)), shape_of(v_));
+        FLASH_ATTN_CHECK(q_.size(2) % 8 == 0, "head_dim", "be a multiple of 8", q_.size(2));
+        FLASH_ATTN_CHECK(k_.size(1) > 0 && q_.size(1) % k_.size(1) == 0, "num_heads", text("be a multiple of num_heads_k, ", k_.size(1)), q_.size(1));
         context_in_k = !k_context_.has_value();
         if (!context_in_k) {
-            check(v_context_.has_value(), "v_context", "be given with k_context", "None");
+            FLASH_ATTN_CHECK(v_context_.has_value(), "v_context", "be given with k_context", "None");
             check_operand(*k_context_, "k_context", "(total_context, num_heads_k, head_dim)", q_);
             check_operand(*v_context_, "v_context", "(total_context, num_heads_k, head_dim)", q_);
-            check(k_context_->size(1) == k_.size(1), "k_context", text("have ", k_.size(1), " heads"), shape_of(*k_context_));
-            check(shape_of(*v_context_) == shape_of(*k_context_), "v_context", "have the shape of k_context", shape_of(*v_context_));
+            FLASH_ATTN_CHECK(k_context_->size(1) == k_.size(1), "k_context", text("have ", k_.size(1), " heads"), shape_of(*k_context_));
+            FLASH_ATTN_CHECK(v_context_->size(0) == k_context_->size(0) && v_context_->size(1) == k_context_->size(1), "v_context", "have the shape of k_context", shape_of(*v_context_));
         }
-        check(plan.size() == 4, "plan", "have four tables", plan.size());
+        FLASH_ATTN_CHECK(plan.size() == 4, "plan", "have four tables", plan.size());
         int64_t const total_q = q_.size(0);
-        check(total_q <= kIntMax && k_.size(0) <= kIntMax, "q and k", "have fewer than 2**31 rows", total_q);
+        FLASH_ATTN_CHECK(total_q <= kIntMax && k_.size(0) <= kIntMax, "q and k", "have fewer than 2**31 rows", total_q);
         check_table(segments, "segments", 6, q_);
         check_table(plan[0], "plan[0]", 4, q_);
         check_table(plan[1], "plan[1]", 8, q_);
         check_table(plan[2], "plan[2]", 12, q_);
         check_table(plan[3], "plan[3]", 8, q_);
-        check(plan[0].size(0) == total_q, "plan", text("be built for ", total_q, " rows of q"), plan[0].size(0));
+        FLASH_ATTN_CHECK(plan[0].size(0) == total_q, "plan", text("be built for ", total_q, " rows of q"), plan[0].size(0));
 
         Device const& device = device_of(q_.get_device_index());
         kernels = &kernels_for(device, q_.size(2), dtype_of(q_.scalar_type()));
         DeviceScope const scope(device.index);
         tile = kernels->tile(shared_memory_limit());
-        check(plan[2].size(0) == query_capacity(total_q, segments.size(0), tile.fwd_block_m), "plan[2]", "be built for these tensors",
+        FLASH_ATTN_CHECK(plan[2].size(0) == query_capacity(total_q, segments.size(0), tile.fwd_block_m), "plan[2]", "be built for these tensors",
               plan[2].size(0));
 
         q = as_operand(q_), k = as_operand(k_), v = as_operand(v_);
@@ -186,7 +186,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, OptionalTensor k_co
 int64_t dq_accum_limit() {
     char const* value = std::getenv("FLASH_ATTN_DQ_ACCUM_MB");
     int64_t const megabytes = value ? std::atoll(value) : 512;
-    check(megabytes > 0, "FLASH_ATTN_DQ_ACCUM_MB", "be a positive number", value ? value : "");
+    FLASH_ATTN_CHECK(megabytes > 0, "FLASH_ATTN_DQ_ACCUM_MB", "be a positive number", value ? value : "");
     return megabytes << 20;
 }
 
@@ -237,11 +237,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, OptionalTens
     Call call(q, k, v, k_context, v_context, segments, plan, softmax_scale, softcap);
     for (auto const& [x, name] : {std::pair{&dout, "dout"}, std::pair{&out, "out"}}) {
         check_operand(*x, name, "(total_q, num_heads, head_dim)", q);
-        check(shape_of(*x) == shape_of(q), name, text("have the shape of q, ", shape_of(q)), shape_of(*x));
+        FLASH_ATTN_CHECK(has_shape(*x, {q.size(0), q.size(1), q.size(2)}), name, text("have the shape of q, ", shape_of(q)), shape_of(*x));
     }
-    std::string const lse_shape = text("[", q.size(1), ", ", q.size(0), "]");
-    check(shape_of(lse) == lse_shape && lse.scalar_type() == ScalarType::Float, "lse", "be float32 (num_heads, total_q)", shape_of(lse));
-    if (dlse) check(shape_of(*dlse) == lse_shape && dlse->scalar_type() == ScalarType::Float, "dlse", "be float32 (num_heads, total_q)", shape_of(*dlse));
+    for (auto const& [x, name] : {std::pair<Tensor const*, char const*>{&lse, "lse"}, {dlse ? &*dlse : &lse, "dlse"}})
+        FLASH_ATTN_CHECK(has_shape(*x, {q.size(1), q.size(0)}) && x->scalar_type() == ScalarType::Float, name,
+                         "be float32 (num_heads, total_q)", shape_of(*x));
 
     auto const like = [](Tensor const& x) { return new_empty(x, {x.size(0), x.size(1), x.size(2)}, x.scalar_type()); };
     auto const none = [](Tensor const& x) { return new_empty(x, {0, x.size(1), x.size(2)}, x.scalar_type()); };
@@ -262,17 +262,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, OptionalTens
     if (dlse) p.dlse = static_cast<float const*>(dlse_rows.data_ptr()), p.dlse_head_stride = dlse_rows.stride(0);
     set_gradients(p, g, call.context_in_k);
     p.rows_padded = (q.size(0) + 127) / 128 * 128;
-    Tensor const row_values = new_empty(q, {2, q.size(1), p.rows_padded}, ScalarType::Float);
-    p.lse_log2 = static_cast<float*>(row_values.data_ptr());
-    p.dout_dot_out = p.lse_log2 + q.size(1) * p.rows_padded;
     p.num_splits = splits_of(p.fwd.plan.num_key_items, p.fwd, call.context_in_k, segments.size(0),
                              call.tile.bwd_block_n);
-    std::optional<Tensor> partial;
-    if (p.num_splits > 1) {
-        int64_t const elements = p.num_splits * call.k_context.size(0) * k.size(1) * call.kernels->head_dim;
-        partial = new_empty(q, {2, elements}, ScalarType::Float);
-        p.dk_partial = static_cast<float*>(partial->data_ptr());
-        p.dv_partial = p.dk_partial + elements;
+    int64_t const rows = q.size(1) * p.rows_padded;
+    int64_t const partial = p.num_splits > 1 ? p.num_splits * call.k_context.size(0) * k.size(1) * call.kernels->head_dim : 0;
+    Tensor const scratch = new_empty(q, {2 * (rows + partial)}, ScalarType::Float);
+    p.lse_log2 = static_cast<float*>(scratch.data_ptr());
+    p.dout_dot_out = p.lse_log2 + rows;
+    if (partial > 0) {
+        p.dk_partial = p.dout_dot_out + rows;
+        p.dv_partial = p.dk_partial + partial;
     }
     run_backward(call, p, q, deterministic, current_stream(device));
     return {g.dq, g.dk, g.dv, g.dk_context, g.dv_context};

@@ -28,7 +28,7 @@ Device read_device(int index) {
 std::string forced_arch() {
     char const* value = std::getenv("FLASH_ATTN_FORCE_ARCH");
     std::string const arch = value ? value : "";
-    check(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_FORCE_ARCH", "be 80 or 90", arch);
+    FLASH_ATTN_CHECK(arch.empty() || arch == "80" || arch == "90", "FLASH_ATTN_FORCE_ARCH", "be 80 or 90", arch);
     return arch;
 }
 
@@ -49,7 +49,7 @@ char const* name_of(DType dtype) { return dtype == DType::kFloat16 ? "fp16" : "b
 Device const& device_of(int index) {
     static std::array<Device, kMaxDevices> devices;
     static std::array<std::once_flag, kMaxDevices> read;
-    check(index >= 0 && index < kMaxDevices, "device index", text("be below ", kMaxDevices), index);
+    FLASH_ATTN_CHECK(index >= 0 && index < kMaxDevices, "device index", text("be below ", kMaxDevices), index);
     std::call_once(read[index], [index] { devices[index] = read_device(index); });
     return devices[index];
 }

@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -25,6 +26,13 @@ inline std::string shape_of(Tensor const& x) {
     std::string out = "[";
     for (int64_t i = 0; i < x.dim(); ++i) out += text(i ? ", " : "", x.size(i));
     return out + "]";
+}
+
+inline bool has_shape(Tensor const& x, std::initializer_list<int64_t> shape) {
+    if (x.dim() != int64_t(shape.size())) return false;
+    for (int64_t i = 0; i < x.dim(); ++i)
+        if (x.size(i) != shape.begin()[i]) return false;
+    return true;
 }
 
 inline Tensor new_empty(Tensor const& like, std::vector<int64_t> const& shape, ScalarType dtype) {
@@ -78,21 +86,21 @@ inline Tensor as_row_values(Tensor const& x) {
 }
 
 inline void check_operand(Tensor const& x, char const* name, char const* shape, Tensor const& like) {
-    check(x.dim() == 3, name, text("be ", shape), shape_of(x));
-    check(x.is_cuda() && x.get_device_index() == like.get_device_index(), name, "be on the device of q",
+    FLASH_ATTN_CHECK(x.dim() == 3, name, text("be ", shape), shape_of(x));
+    FLASH_ATTN_CHECK(x.is_cuda() && x.get_device_index() == like.get_device_index(), name, "be on the device of q",
           text("device ", int(x.get_device_index())));
-    check(x.scalar_type() == like.scalar_type(), name, "have the dtype of q", "another");
-    check(x.size(2) == like.size(2), name, text("have the head dim of q, ", like.size(2)), shape_of(x));
+    FLASH_ATTN_CHECK(x.scalar_type() == like.scalar_type(), name, "have the dtype of q", "another");
+    FLASH_ATTN_CHECK(x.size(2) == like.size(2), name, text("have the head dim of q, ", like.size(2)), shape_of(x));
 }
 
 inline void check_table(Tensor const& x, char const* name, int64_t columns, Tensor const& q) {
     bool const ok = x.dim() == 2 && x.size(1) == columns && x.scalar_type() == ScalarType::Int && x.is_contiguous() &&
                     x.is_cuda() && x.get_device_index() == q.get_device_index();
-    check(ok, name, text("be a contiguous int32 (n, ", columns, ") table on the device of q"), shape_of(x));
+    FLASH_ATTN_CHECK(ok, name, text("be a contiguous int32 (n, ", columns, ") table on the device of q"), shape_of(x));
 }
 
 inline DType dtype_of(ScalarType dtype) {
-    check(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "dtype", "be float16 or bfloat16", "another");
+    FLASH_ATTN_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "dtype", "be float16 or bfloat16", "another");
     return dtype == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
 }
 
