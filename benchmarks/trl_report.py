@@ -100,8 +100,8 @@ def _summary(rows: Rows) -> str:
     return (
         f"Where the replicated update takes more than 200 ms ({len(large)} cells), the speed-up over\n"
         f"the faster replicated way is {min(large):.0%} to {max(large):.0%} of the prediction. Following\n"
-        f"the planner costs at most {max(losses):.1%} over the better way of each cell; sharing is slower in\n"
-        f"{slower} of {len(losses)} cells."
+        f"the planner costs at most {max(losses):.1%} over the better way of each cell; sharing is slower\n"
+        f"in {slower} of {len(losses)} cells."
     )
 
 
