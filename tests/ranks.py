@@ -1,4 +1,4 @@
-"""A pool of gloo processes for tests of several ranks: started once, then given functions to run.
+"""A pool of processes for tests of several ranks (gloo, or NCCL): started once, then given functions to run.
 
 `run(num_ranks, function, *arguments)` calls the function on ranks 0..num_ranks-1, each with a process group
 of exactly those, and returns what every rank returned. An exception or silence of a rank fails the test.
@@ -17,14 +17,16 @@ from typing import Any
 TIMEOUT_SECONDS = 30.0
 
 
-def _serve(rank: int, size: int, store: str, connection: Any) -> None:
+def _serve(rank: int, size: int, backend: str, store: str, connection: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     wait = timedelta(seconds=TIMEOUT_SECONDS)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=wait
+        backend, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=wait
     )
     groups = {n: dist.new_group(list(range(n)), timeout=wait) for n in range(1, size)} | {
         size: dist.group.WORLD
@@ -41,15 +43,15 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
 
 
 class Ranks:
-    """`size` processes that wait for work."""
+    """`size` processes that wait for work; with "nccl" each has the GPU of its rank."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         self.connections, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, str(folder / "store"), theirs), daemon=True
+                target=_serve, args=(rank, size, backend, str(folder / "store"), theirs), daemon=True
             )
             process.start()
             self.connections.append(ours)
@@ -80,10 +82,7 @@ class Ranks:
 
     def close(self) -> None:
         """Ends the processes."""
-        for connection, process in zip(self.connections, self.processes, strict=True):
-            if process.is_alive():
-                connection.send(None)
         for process in self.processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+        for process in self.processes:
+            process.join()

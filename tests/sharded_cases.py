@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ LENGTHS: dict[str, tuple[list[int], list[list[int]]]] = {
     "long responses": ([2, 5], [[17, 9], [23]]),
     "no response tokens": ([9], [[0, 0]]),
 }
+
+
+def each(group: dist.ProcessGroup, function: Any, cases: list[tuple[Any, ...]]) -> list[Any]:
+    """What the function returns for each case."""
+    return [function(group, *case) for case in cases]
 
 
 def sharded_attention(
@@ -170,3 +176,138 @@ def sharded_model(
         float((grads_sp[name] - g).norm()) / max(float(g.norm()), 1e-3 * largest) for name, g in grads.items()
     ]
     return float((values - values_sp).abs().max()), max(relative)
+
+
+def fsdp_model(group: dist.ProcessGroup, method: str) -> tuple[float, float]:
+    """FSDP2 with checkpointing against one process: differences of log-probs and, relative, of gradients."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers_models import exact_double, model_of
+
+    from flash_attn.integrations.transformers import log_probs_of_batch, register
+
+    class Policy(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return log_probs_of_batch(self.model, batch).log_probs
+
+    register()
+    packed = random_batch("odd total, empty responses, uneven groups", "fork", 67)
+    batch = ulysses.shard(packed, group, method=method)
+    weights = torch.randn(packed.labels.numel(), dtype=torch.float64)
+    whole, spread = (Policy(model_of("qwen3", "dualkv").double()) for _ in range(2))
+    spread.train()
+    spread.model.gradient_checkpointing_enable({"use_reentrant": False})
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in spread.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(spread, mesh=mesh)
+    with exact_double():
+        values = whole(packed)
+        (weights * values).sum().backward()
+        values_sp = spread(batch)
+        ((weights * values_sp).sum() * group.size()).backward()  # FSDP averages over its ranks
+    worst = 0.0
+    for a, b in zip(whole.parameters(), spread.parameters(), strict=True):
+        worst = max(worst, float((a.grad - b.grad.full_tensor()).norm() / a.grad.norm()))
+    return float((values - values_sp).detach().abs().max()), worst
+
+
+def gathered_values(group: dist.ProcessGroup, method: str) -> tuple[bool, bool]:
+    """`gather_rows` undoes `local_rows`, and its gradient is `local_rows` of the gradient."""
+    layout = SharedPromptLayout.from_lengths(*LENGTHS["odd total, empty responses, uneven groups"])
+    sharded = ulysses.shard_layout(layout, group, method)
+    whole = torch.randn(layout.total, 3)
+    own = ulysses.local_rows(whole, sharded).requires_grad_()
+    gathered = ulysses.gather_rows(own, sharded)
+    (gathered * whole).sum().backward()
+    return torch.equal(gathered, whole), torch.equal(own.grad, ulysses.local_rows(whole, sharded))
+
+
+def unpacked_parts(group: dist.ProcessGroup, boundary: str) -> tuple[list[int], list[int]]:
+    """Labels that each row predicts, as one process and as this rank have them (boundary "fork")."""
+    packed = random_batch("odd total, empty responses, uneven groups", boundary, 67, loss_mask=True)
+    batch = ulysses.shard(packed, group)
+    expected = ulysses.local_rows(packed.shift_labels[0], batch.layout)
+    expected = expected.masked_fill(batch.layout.is_padding, -100)
+    return expected.tolist(), batch.shift_labels[0].tolist()
+
+
+def chosen_method(group: dist.ProcessGroup) -> tuple[Any, ...]:
+    """What `choose_method` says, twice, and `shard(method="auto")` does."""
+    packed = random_batch("long responses", "fork", 67)
+    shape = ulysses.AttentionShape(8, 4, 8, torch.float32)
+    choice = ulysses.choose_method(packed.layout, group, shape, repeats=1)
+    again = ulysses.choose_method(packed.layout, group, shape, repeats=1)
+    layout = ulysses.shard(packed, group, method="auto", shape=shape).layout
+    three = ulysses.AttentionShape(7, 7, 8, torch.float32)
+    only = ulysses.choose_method(packed.layout, group, three, repeats=1)
+    same = again is choice and (layout.method, layout.num_chunks) == choice[:2]
+    return choice.method, choice.num_chunks, dict(choice.seconds), same, only.method
+
+
+def failing_rank(group: dist.ProcessGroup, failing: int) -> str:
+    """One rank raises instead of calling attention, the others wait for it."""
+    layout = SharedPromptLayout.from_lengths([5], [[3, 2]])
+    sharded = ulysses.shard_layout(layout, group)
+    q = torch.randn(sharded.num_rows, 6, 8)
+    with ulysses.fail_together(group):
+        for step in range(3):
+            if step == 1 and group.rank() == failing:
+                raise ValueError("the disk of this rank is full")
+            flash_attn_shared_prompt_func(q, q, q, sharded)
+    return "finished"
+
+
+def rejected(group: dist.ProcessGroup) -> dict[str, str]:
+    """Texts of what wrong arguments raise; no rank waits for another."""
+    layout = SharedPromptLayout.from_lengths([5], [[3, 2]])
+    packed = random_batch("long prompt", "fork", 67)
+    sharded, batch = ulysses.shard_layout(layout, group), ulysses.shard(packed, group)
+    capacities = SharedPromptLayout.from_lengths([5], [[3, 2]], max_segments=4, max_total=16)
+    q3, short = torch.randn(sharded.num_rows, 3, 8), torch.randn(1, 4, 8)
+    ok = torch.randn(sharded.num_rows, 4, 8)
+    shape = ulysses.AttentionShape(3, 3, 8, torch.float32)
+    calls: dict[str, Any] = {
+        "layout": lambda: ulysses.shard_layout(packed, group),  # type: ignore[arg-type]
+        "group": lambda: ulysses.shard_layout(layout, 2),  # type: ignore[arg-type]
+        "method": lambda: ulysses.shard_layout(layout, group, "ring"),  # type: ignore[arg-type]
+        "num_chunks": lambda: ulysses.shard_layout(layout, group, "ulysses", 0),
+        "kind of num_chunks": lambda: ulysses.shard_layout(layout, group, "ulysses", 1.5),  # type: ignore[arg-type]
+        "twice": lambda: ulysses.shard_layout(sharded, group),
+        "empty": lambda: ulysses.shard_layout(SharedPromptLayout.from_lengths([], []), group),
+        "capacities": lambda: ulysses.shard_layout(capacities, group, "context"),
+        "packed": lambda: ulysses.shard(layout, group),  # type: ignore[arg-type]
+        "shape": lambda: ulysses.shard(packed, group, method="auto"),
+        "heads": lambda: flash_attn_shared_prompt_func(q3, q3, q3, sharded),
+        "auto heads": lambda: ulysses.choose_method(capacities, group, shape),
+        "few rows": lambda: flash_attn_shared_prompt_func(short, short, short, sharded),
+        "many rows": lambda: flash_attn_shared_prompt_func(*[torch.cat([ok, ok])] * 3, sharded),
+        "plain layout": lambda: ulysses.attention(ok, ok, ok, layout),
+        "local_rows": lambda: ulysses.local_rows(torch.zeros(3), sharded),
+        "gather_rows": lambda: ulysses.gather_rows(torch.zeros(1), sharded),
+        "hidden": lambda: ulysses.log_probs(torch.zeros(3, 4), batch, torch.zeros(67, 4)),
+        "segments": lambda: sharded.segments,
+        "other attribute": lambda: sharded.nothing,
+        "copy_": lambda: sharded.copy_(layout),
+        "pickle": lambda: pickle.dumps(sharded),
+    }
+    from transformers_models import model_of
+
+    from flash_attn.integrations.transformers import packed_forward, register
+
+    register()
+    moe, llama = model_of("qwen3_moe", "dualkv"), model_of("llama", "dualkv")
+    calls["router"] = lambda: packed_forward(moe, batch, output_router_logits=True)
+    calls["labels"] = lambda: packed_forward(llama, batch, labels=batch.input_ids)
+    texts = {}
+    for name, call in calls.items():
+        texts[name] = "nothing was raised"
+        try:
+            call()
+        except Exception as error:
+            texts[name] = f"{type(error).__name__}: {error}"
+    return texts

@@ -183,6 +183,12 @@ def _shared_prompt(
         raise NotImplementedError(
             f"a shared-prompt pack needs causal attention, {type(module).__name__} is not causal"
         )
+    wants_router = kwargs.get("output_router_logits") or getattr(module.config, "output_router_logits", False)
+    if wants_router and layout.sp_group is not None:
+        raise NotImplementedError(
+            "output_router_logits is not supported with sequence parallelism: the auxiliary loss of a rank's "
+            "rows is not a part of that of the pack"
+        )
     weighted = kwargs.get("dualkv_aux_weighted", False)
     # The row ids that `dualkv_mask` makes of the pack's position ids say less than the layout, and a
     # multiplicity is 0 behind the layout's total only; anything else says more.
@@ -202,16 +208,10 @@ def _shared_prompt(
         raise ValueError(
             f"a shared-prompt pack must come without {given[0]}: its layout describes the sequences"
         )
-    wants_router = kwargs.get("output_router_logits") or getattr(module.config, "output_router_logits", False)
     if wants_router and not weighted:
         raise NotImplementedError(
             "output_router_logits: the auxiliary loss of a shared-prompt pack would count each prompt once. "
             "Call packed_forward, or pass attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True"
-        )
-    if wants_router and layout.sp_group is not None:
-        raise NotImplementedError(
-            "output_router_logits is not supported with sequence parallelism: the auxiliary loss of a rank's "
-            "rows is not a part of that of the pack"
         )
     check_rope(module.config, layout)
     out: Any = flash_attn_shared_prompt_func(

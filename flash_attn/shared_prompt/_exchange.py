@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flash_attn.shared_prompt._fail_together import wait_together
 from flash_attn.shared_prompt.layout import move
 
 
@@ -26,7 +27,19 @@ def all_to_all(
     work = dist.all_to_all_single(
         received, send, list(receive_counts), list(send_counts), group=group, async_op=True
     )
-    return received, work
+    return received, Pending(work, send)
+
+
+class Pending:
+    """A collective that was started, and the tensor it reads."""
+
+    def __init__(self, work: Any, keep: Any) -> None:
+        self.work, self.keep = work, keep
+
+    def wait(self) -> None:
+        """Returns when the result may be used: on the CPU when it is there, on GPUs in stream order."""
+        wait_together(self.work, self.keep.device)
+        self.keep = None
 
 
 class RowExchange:
@@ -129,7 +142,8 @@ class _GatherChunks(torch.autograd.Function):
     def forward(ctx: Any, chunk: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[override]
         ctx.rank, ctx.size = group.rank(), chunk.shape[0]
         whole = chunk.new_empty(group.size() * chunk.shape[0], *chunk.shape[1:])
-        dist.all_gather(list(whole.split(max(chunk.shape[0], 1))), chunk.contiguous(), group=group)
+        parts, chunk = list(whole.split(chunk.shape[0])), chunk.contiguous()
+        Pending(dist.all_gather(parts, chunk, group=group, async_op=True), chunk).wait()
         return whole
 
     @staticmethod

@@ -1,0 +1,1 @@
+"""Parts of examples/long_context_sp.py."""

@@ -1,0 +1,101 @@
+"""What GPUs of tests/gpu/test_gpu_sharded.py run: bf16, spread over the group, by the rule of numerics.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from numerics import violation
+
+from flash_attn import flash_attn_shared_prompt_func, reference
+from flash_attn.shared_prompt import SharedPromptLayout, pack, ulysses
+
+LENGTHS = ([700, 129, 33], [[300, 0, 65], [64, 1], [257]])
+HEADS = [(8, 4), (8, 1), (16, 2)]
+WAYS = [("ulysses", 1), ("ulysses", 2), ("context", 1)]
+OPTIONS: list[dict[str, Any]] = [{}, {"window_size": (100, 0), "softcap": 20.0}, {"deterministic": True}]
+
+
+def attention(
+    group: dist.ProcessGroup,
+    boundary: str,
+    heads: tuple[int, int],
+    way: tuple[str, int],
+    options: dict[str, Any],
+    head_dim: int = 128,
+    device: str = "cuda",
+) -> list[str]:
+    """What breaks the rule on this rank's rows: out, dq, dk, dv."""
+    layout = SharedPromptLayout.from_lengths(*LENGTHS, device=device, boundary=boundary)
+    sharded = ulysses.shard_layout(layout, group, *way)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    whole = [torch.randn(layout.total, n, head_dim, generator=generator).bfloat16() for n in counts]
+    dtype, results = torch.bfloat16, []
+
+    def run(function: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].to(out.dtype))]
+
+    plain = {name: value for name, value in options.items() if name != "deterministic"}
+    for low, inputs in ((True, whole), (False, [x.double() for x in whole])):
+
+        def referee(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: bool = low) -> torch.Tensor:
+            return reference.attention(q, k, v, segments=layout.segments_host, causal=True, low=low, **plain)[
+                0
+            ]
+
+        results.append(run(referee, [x.to(device) for x in inputs]))
+    own = [ulysses.local_rows(x.to(device), sharded) for x in whole]
+    found = run(lambda q, k, v: flash_attn_shared_prompt_func(q, k, v, sharded, **options), own)
+    problems = []
+    for name, x, low_x, ref in zip(("out", "dq", "dk", "dv"), found, *results, strict=True):
+        n = sharded.num_own_rows
+        if x[n:].any():
+            problems.append(f"{name}: padding is not zero")
+        expected, yardstick = (ulysses.local_rows(t, sharded)[:n] for t in (ref, low_x))
+        problem = violation(x[:n], yardstick, expected, dtype, float(ref.abs().max()))
+        problems += [f"{name}: {problem}"] if problem else []
+    return problems
+
+
+def model(group: dist.ProcessGroup, boundary: str, method: str, device: str = "cuda") -> tuple[float, float]:
+    """A small bf16 Llama on one GPU and spread: largest differences of log-probs and, relative, gradients."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from flash_attn.integrations.transformers import log_probs_of_batch, register
+
+    register()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    llama = AutoModelForCausalLM.from_config(config, attn_implementation="dualkv").to(device, torch.bfloat16)
+    llama.gradient_checkpointing_enable({"use_reentrant": False})
+    llama.train()
+    generator = torch.Generator().manual_seed(1)
+    prompts, responses = [], []
+    for prompt_len, lens in zip(*LENGTHS, strict=True):
+        prompt = torch.randint(3, 512, (prompt_len,), generator=generator).tolist()
+        for n in lens:
+            prompts.append(prompt)
+            responses.append(torch.randint(3, 512, (n,), generator=generator).tolist())
+    packed = pack(prompts, responses, boundary=boundary, device=device)  # type: ignore[arg-type]
+    batch = ulysses.shard(packed, group, method=method)  # type: ignore[arg-type]
+    weights = torch.randn(packed.labels.numel(), generator=generator).to(device)
+    results = []
+    for where in (packed, batch):
+        found = log_probs_of_batch(llama, where)
+        (weights * found.log_probs).sum().backward()
+        grads = [p.grad.float() for p in llama.parameters()]
+        if where is batch:
+            for grad in grads:
+                dist.all_reduce(grad, group=group)
+        results.append((found.log_probs.detach(), grads))
+        llama.zero_grad(set_to_none=True)
+    (values, grads), (values_sp, grads_sp) = results
+    worst = max(float((a - b).norm() / a.norm()) for a, b in zip(grads, grads_sp, strict=True))
+    return float((values - values_sp).abs().max()), worst
