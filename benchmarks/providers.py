@@ -15,6 +15,7 @@ import torch
 from cases import Case, PlainCase
 from providers_fa4 import FA4_PROVIDERS
 from providers_fa4 import find_site as find_fa4
+from providers_gather import GATHER_PROVIDERS
 from torch import Tensor
 
 Forward = Callable[[], Tensor]
@@ -356,6 +357,7 @@ PROVIDERS: dict[str, Callable[[Problem], Pair]] = {
     "cudnn-replicated": cudnn_replicated,
     "cudnn-two-call": cudnn_two_call,
     "flex": flex,
+    **GATHER_PROVIDERS,
 }
 if find_fa4() is not None:
     PROVIDERS |= FA4_PROVIDERS

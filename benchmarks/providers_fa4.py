@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from providers_fa4_sparse import fa4_block_sparse
+from providers_gather import gathered
 from torch import Tensor
 
 import flash_attn
@@ -121,35 +122,7 @@ def fa4_two_call(problem):  # type: ignore[no-untyped-def]
 
 
 def fa4_gather(problem):  # type: ignore[no-untyped-def]
-    """K and V gathered to [prompt, response n], one varlen call; gradients index_add'ed back."""
-    from providers import _cu
-
-    n, p, r = problem.one_group()
-    call, grad = _varlen(problem.scale)
-    prompt = torch.arange(p)
-    rows = torch.cat(
-        [prompt, *(torch.cat([prompt, torch.arange(p + i * r, p + (i + 1) * r)]) for i in range(n))]
-    )
-    rows = rows.cuda()
-    cu_q = _cu(0, p, *(p + (i + 1) * r for i in range(n)))
-    cu_k = _cu(0, p, *(p + (i + 1) * (p + r) for i in range(n)))
-    shape = (cu_q, cu_k, max(p, r), p + r, True)
-
-    def run() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        k, v = problem.k.index_select(0, rows), problem.v.index_select(0, rows)
-        return *call(problem.q, k, v, shape), k, v
-
-    out, lse, k, v = run()  # the gathered copies are kept for the backward, as autograd keeps them
-
-    def forward() -> Tensor:
-        return run()[0]
-
-    def backward() -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = grad(problem.dout, problem.q, k, v, out, lse, shape)
-        zeros = torch.zeros_like
-        return dq, zeros(problem.k).index_add_(0, rows, dk), zeros(problem.v).index_add_(0, rows, dv)
-
-    return forward, backward
+    return gathered(problem, *_varlen(problem.scale))
 
 
 FA4_PROVIDERS = {

@@ -1,6 +1,6 @@
 """From public arguments to the op: autocast, head dim padding, segments of dense and varlen batches, sinks.
 
-Called by flash_attn_interface.py; the only caller of torch.ops.flash_attn.fwd.
+Called by flash_attn_interface.py; with _eager.py the only caller of torch.ops.flash_attn.fwd.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flash_attn import _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
+from flash_attn import _eager, _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
 
 Output = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -71,7 +71,7 @@ def attention(
     if k_context is not None and v_context is not None:
         k_context, v_context = _rows(k_context, padded), _rows(v_context, padded_v)
     window = (int(window_size[0]), int(window_size[1]))
-    out, lse = torch.ops.flash_attn.fwd(
+    out, lse = _eager.forward(
         q, k, v, k_context, v_context, segments, segments_host, plan, max_seqlen_q, max_seqlen_k,
         scale, causal, *window, float(softcap), deterministic,
     )  # fmt: skip
