@@ -67,4 +67,5 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return torch.ops.flash_attn.fwd(*args)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _Attention.apply(*args)
-    return _FORWARD[args[0].device.type](*args)
+    out, lse = _FORWARD[args[0].device.type](*args)
+    return out, lse
