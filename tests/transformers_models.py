@@ -55,6 +55,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 67,
         "hidden_size_per_layer_input": 8,
     },
+    # The 31B's: five sliding layers to one global one, whose keys and values come from one projection.
+    "gemma4_text:31b": {
+        "num_hidden_layers": 6,
+        "sliding_window": 6,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+    },
     "gpt_oss": {
         "head_dim": 16,
         "sliding_window": 6,
@@ -90,7 +98,7 @@ def config_of(kind: str, **changes: Any) -> Any:
         values = {renamed.get(k, k): v for k, v in values.items()}
         for name in ("intermediate_size", "num_key_value_heads", "max_position_embeddings"):
             values.pop(name, None)
-    return AutoConfig.for_model(kind, **values)
+    return AutoConfig.for_model(kind.partition(":")[0], **values)
 
 
 def model_of(kind: str, attention: str = "eager", seed: int = 0, **changes: Any) -> Any:

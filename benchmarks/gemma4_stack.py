@@ -1,0 +1,290 @@
+"""A Gemma-4-31B-shaped stack on one long shared prompt: forward and backward with gradient checkpointing.
+
+    python benchmarks/gemma4_stack.py --out benchmarks/results/nvidia_h200/gemma4_stack.json
+
+Real layer shapes (five sliding layers of head dim 256 to one global layer of head dim 512), random weights
+and tokens, bf16. Measured: time and peak memory of one step on the pack, and on the replicated rows
+(padding-free, the same attention kernels) for as many responses as --replicated names, the last of which is
+all of them: where it runs out of memory, the layer and the allocation are recorded, beside an estimate (the
+line through the peaks of the runs that fit). report.py turns the JSON into the README's block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES: dict[str, dict[str, Any]] = {
+    # With 60 layers these are 30.7 billion parameters.
+    "gemma4-31b": {
+        "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "num_global_key_value_heads": 4, "sliding_window": 1024,
+    },
+    "tiny": {
+        "vocab_size": 199, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_global_key_value_heads": 1, "sliding_window": 16,
+    },
+}  # fmt: skip
+FINAL_SOFTCAP = 30.0
+
+
+def build(options: argparse.Namespace) -> Any:
+    """The stack with random weights, in training mode, with checkpointing."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from flash_attn.integrations import transformers as dualkv
+
+    layer_types = [
+        "sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(options.num_layers)
+    ]
+    config = AutoConfig.for_model(
+        "gemma4_text", **SHAPES[options.shape], num_hidden_layers=options.num_layers, layer_types=layer_types,
+        head_dim=256, global_head_dim=512, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        final_logit_softcapping=FINAL_SOFTCAP, max_position_embeddings=262144,
+    )  # fmt: skip
+    dualkv.register()
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, options.dtype), attn_implementation="dualkv"
+        )
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+class Steps:
+    """One step, packed or replicated, on the same tokens: minus the mean log-prob of the responses."""
+
+    def __init__(self, model: Any, options: argparse.Namespace) -> None:
+        import torch
+
+        self.model, self.options, self.device = model, options, torch.device(options.device)
+        generator = torch.Generator().manual_seed(1)
+
+        def tokens(count: int) -> Any:
+            return torch.randint(3, model.config.vocab_size, (count,), generator=generator)
+
+        self.prompt = tokens(options.prompt_len)
+        self.responses = [tokens(options.response_len) for _ in range(options.num_responses)]
+        self.layer: int | None = None  # the one that runs, for reports
+        for index, layer in enumerate(model.model.layers):
+            layer.register_forward_pre_hook(lambda *_, index=index: setattr(self, "layer", index))
+
+    def packed(self) -> tuple[int, Any]:
+        """Tokens in the pack, log-probs of the first response."""
+        from flash_attn.integrations.transformers import log_probs_of_batch
+        from flash_attn.shared_prompt import pack, unpack_responses
+
+        prompts = [self.prompt.to(self.device)] * len(self.responses)
+        batch = pack(prompts, [r.to(self.device) for r in self.responses])
+        found = log_probs_of_batch(self.model, batch, compute_entropy=False).log_probs
+        found.mean().neg().backward()
+        return batch.input_ids.numel(), unpack_responses(found.detach(), batch)[0]
+
+    def replicated(self, num_responses: int) -> tuple[int, Any]:
+        """The same of whole rows, one after the other without padding."""
+        import torch
+
+        from flash_attn.shared_prompt import log_probs
+
+        p, r = self.options.prompt_len, self.options.response_len
+        rows = [torch.cat([self.prompt, response]) for response in self.responses[:num_responses]]
+        ids = torch.cat(rows).to(self.device)
+        ends = torch.arange(0, ids.numel() + 1, p + r, device=self.device, dtype=torch.int32)
+        positions = torch.arange(p + r, device=self.device).repeat(num_responses)
+        hidden = self.model.model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, cu_seq_lens_q=ends,
+            cu_seq_lens_k=ends, max_length_q=p + r, max_length_k=p + r,
+        ).last_hidden_state[0]  # fmt: skip
+        labels = (torch.arange(ids.numel(), device=self.device) % (p + r) >= p).nonzero()[:, 0]
+        weight = self.model.get_output_embeddings().weight
+        found = log_probs(
+            hidden, ids[labels], weight, pred_index=labels - 1, softcap=FINAL_SOFTCAP, compute_entropy=False
+        ).log_probs
+        found.mean().neg().backward()
+        return ids.numel(), found.detach()[:r]
+
+
+def measured(steps: Steps, name: str, step: Callable[[], tuple[int, Any]], repeats: int) -> dict[str, Any]:
+    """The row of one way: time of the last repeat and peak memory, or where memory ran out."""
+    import torch
+
+    cuda = steps.device.type == "cuda"
+    row: dict[str, Any] = {"name": name}
+    for _ in range(repeats):
+        steps.model.zero_grad(set_to_none=True)
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        try:
+            row["tokens"], first = step()
+            if cuda:
+                torch.cuda.synchronize()
+            row["time_s"] = time.perf_counter() - begin
+            row["first_log_probs"] = first.float().cpu()
+        except torch.cuda.OutOfMemoryError as error:
+            row["error"] = str(error).split(". ")[0]
+            row["layer"] = steps.layer
+            row["module"] = where(error)
+        if cuda:
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            row["allocated_before_gib"] = torch.cuda.memory_allocated() / 2**30
+        if "error" in row:
+            break
+    print({k: v for k, v in row.items() if k != "first_log_probs"}, flush=True)
+    return row
+
+
+def where(error: BaseException) -> str:
+    """Function of the model in which an exception was raised, "" where it was none (backward)."""
+    trace, found = error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "modeling_" in code.co_filename:
+            found = f"{code.co_qualname}" if hasattr(code, "co_qualname") else code.co_name
+        trace = trace.tb_next
+    return found
+
+
+def estimate(rows: Sequence[dict[str, Any]], tokens: int) -> float | None:
+    """Peak of a run of `tokens` from the line through the last two runs that fit."""
+    fit = [(r["tokens"], r["peak_gib"]) for r in rows if "error" not in r and "peak_gib" in r]
+    if len(fit) < 2:
+        return None
+    (t0, m0), (t1, m1) = fit[-2:]
+    return m1 + (m1 - m0) / (t1 - t0) * (tokens - t1)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is measured, as report.py reads it."""
+    import torch
+
+    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+    import flash_attn
+
+    model = build(options)
+    steps = Steps(model, options)
+    packed = measured(steps, "packed", steps.packed, options.repeats)
+    rows = [
+        measured(steps, f"replicated, {n}", lambda n=n: steps.replicated(n), 1) for n in options.replicated
+    ]
+    total = options.num_responses * (options.prompt_len + options.response_len)
+    difference = None
+    first = next((r["first_log_probs"] for r in rows if "first_log_probs" in r), None)
+    if first is not None and "first_log_probs" in packed:
+        difference = float((first - packed["first_log_probs"]).abs().max())
+    for row in (packed, *rows):
+        row.pop("first_log_probs", None)
+    machine: dict[str, Any] = {"commit": None}
+    backends = {}
+    if options.device == "cuda":
+        from run import environment
+
+        machine = environment() | {"memory_gib": torch.cuda.mem_get_info()[1] / 2**30}
+        backends = {str(d): flash_attn.backend("cuda", head_dim=d) for d in (256, 512)}
+    names = ("shape", "num_layers", "prompt_len", "response_len", "num_responses", "dtype")
+    return {
+        "machine": machine,
+        "case": {name: getattr(options, name) for name in names},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "backends": backends,
+        "packed": packed,
+        "replicated": rows,
+        "replicated_tokens": total,
+        "replicated_estimate_gib": estimate(rows, total),
+        "log_prob_difference": difference,
+    }
+
+
+def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
+    """The README's block."""
+    case, machine, packed = record["case"], record["machine"], record["packed"]
+    lines: list[tuple[str, ...]] = [("", "tokens", "peak GiB", "forward + backward s")]
+    lines.append(("packed", f"{packed['tokens']:,}", f"{packed['peak_gib']:.1f}", f"{packed['time_s']:.1f}"))
+    for row in record["replicated"]:
+        if "error" not in row:
+            cells = (f"{row['tokens']:,}", f"{row['peak_gib']:.1f}", f"{row['time_s']:.1f}")
+            lines.append((f"{row['name']} of {case['num_responses']} rows", *cells))
+    guess = record["replicated_estimate_gib"]
+    estimated = "-" if guess is None else f"{guess:.0f} (estimate)"
+    lost = next((row for row in record["replicated"] if "error" in row), None)
+    lines.append(("replicated, all rows", f"{record['replicated_tokens']:,}", estimated, "-"))
+    out = ""
+    if lost is not None:
+        place = f"layer {lost['layer']}" + (f", `{lost['module']}`" if lost["module"] else "")
+        out = f"\n\nThe replicated step ran out of memory in {place}: {lost['error']}."
+    kernels = ", ".join(f"head dim {d}: {name}" for d, name in record["backends"].items())
+    billions = f"{record['parameters'] / 1e9:.1f} billion"
+    prompt, responses = (
+        f"{case['prompt_len']:,}",
+        f"{case['num_responses']} responses of {case['response_len']}",
+    )
+    gpu = f"{machine['gpu']} ({machine['memory_gib']:.0f} GiB), torch {machine['torch']}, {machine['date']}"
+    return f"""\
+{case["num_layers"]} layers of Gemma-4-31B's shapes, five sliding to one global, {billions} random parameters,
+{case["dtype"]}, gradient checkpointing; one prompt of {prompt} tokens, {responses}.
+{gpu}; {kernels}.
+The first response's log-probs differ by at most {record["log_prob_difference"]:.1e} between the two ways.
+
+{markdown_table(lines)}{out}"""
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Peak memory, measured and estimated, beside what the GPU has."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars = {"packed": record["packed"]["peak_gib"]}
+    bars |= {row["name"]: row["peak_gib"] for row in record["replicated"] if "error" not in row}
+    if record["replicated_estimate_gib"] is not None:
+        bars["replicated, all\n(estimate)"] = record["replicated_estimate_gib"]
+    figure, axis = plt.subplots(figsize=(6, 3))
+    axis.bar(list(bars), list(bars.values()), 0.6)
+    axis.axhline(record["machine"]["memory_gib"], color="black", linewidth=1, linestyle="--")
+    axis.set_ylabel("peak GiB")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="gemma4-31b")
+    parser.add_argument("--num-layers", type=int, default=6)
+    parser.add_argument("--prompt-len", type=int, default=65536)
+    parser.add_argument("--response-len", type=int, default=512)
+    parser.add_argument("--num-responses", type=int, default=8)
+    parser.add_argument(
+        "--replicated", type=int, nargs="*", default=[1, 2, 8], help="rows of replicated runs"
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="steps on the pack; the last is timed")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", default=None, help="JSON file")
+    options = parser.parse_args()
+    sys.path[:0] = [str(ROOT)]
+    record = run(options)
+    print(json.dumps(record, indent=1))
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
