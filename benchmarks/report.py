@@ -25,6 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import kernel_report  # noqa: E402
+import sequence_parallel_report as sp_report  # noqa: E402
 import trl_report  # noqa: E402
 
 
@@ -92,11 +93,17 @@ def trl_updates(rows: list[dict[str, Any]]) -> str:
     return trl_report.updates(rows, markdown_table)
 
 
+def sequence_parallel(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/sequence_parallel.py`: an attention layer over several GPUs."""
+    return sp_report.text(rows, markdown_table)
+
+
 BLOCKS = {
     block.name: block
     for block in (
         Block("policy_update", "cpu/policy_update.json", policy_update, draw_policy_update),
         Block("kernels", "*/kernels.json", kernels, kernel_report.draw),
+        Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
         Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
         Block("trl_updates", "*/trl_updates.json", trl_updates, trl_report.draw_updates),
     )

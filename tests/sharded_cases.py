@@ -311,3 +311,29 @@ def rejected(group: dist.ProcessGroup) -> dict[str, str]:
         except Exception as error:
             texts[name] = f"{type(error).__name__}: {error}"
     return texts
+
+
+def replicated_baseline(group: dist.ProcessGroup) -> dict[str, float]:
+    """The benchmark's replicated FlashAttention-2 against one process of this package: out, dq, dk, dv."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    from sharded_fa2 import fa2_attention
+
+    layout = SharedPromptLayout.from_lengths([7, 7, 7], [[4], [4], [4]], boundary="shared")
+    sharded = ulysses.shard_layout(layout, group)
+    whole = [torch.randn(layout.total, n, 8, dtype=torch.float64) for n in (4, 2, 2, 4)]
+
+    def run(attend: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        out = attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+
+    expected = run(lambda q, k, v: flash_attn_shared_prompt_func(q, k, v, layout), whole)
+    own = [ulysses.local_rows(x, sharded) for x in whole]
+    found = run(lambda q, k, v: fa2_attention(q, k, v, sharded, 11), own)
+    return {
+        name: float((ulysses.local_rows(a, sharded) - b).abs().max())
+        for name, a, b in zip(("out", "dq", "dk", "dv"), expected, found, strict=True)
+    }

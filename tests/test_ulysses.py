@@ -185,3 +185,7 @@ def test_no_rank_waits_when_one_raises(tmp_path: Path, failing: int) -> None:
                 )
     finally:
         pool.close()
+
+
+def test_replicated_baseline_of_the_benchmark(ranks: Ranks) -> None:
+    assert max(map(worst, ranks.run(2, sharded_cases.replicated_baseline))) < TOLERANCE

@@ -1,0 +1,184 @@
+"""Table, memory model and plot of what sequence_parallel.py wrote. report.py puts them into the README.
+
+Memory of the attention layer on one of SP GPUs:  M0 + c_P P + c_R N R  (GiB), fitted for each SP by least
+squares. Everything that grows is spread, so that on more GPUs than were measured c shrinks as 1 / SP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Rows = list[dict[str, Any]]
+FITTED = ("ours", "ulysses-1")
+PREDICTED = (4, 8)
+
+
+class MemoryModel(NamedTuple):
+    """GiB: constant, per prompt token, per response token; `error` is the largest relative one of the fit."""
+
+    constant: float
+    prompt: float
+    response: float
+    error: float
+
+    def gib(self, prompt_len: int, num_response_tokens: int, shrink: float = 1.0) -> float:
+        return self.constant + shrink * (self.prompt * prompt_len + self.response * num_response_tokens)
+
+
+def measured(rows: Rows) -> Rows:
+    return [row for row in rows if "error" not in row]
+
+
+def fit_memory(rows: Rows) -> dict[int, MemoryModel]:
+    """SP -> model, where at least three cells of our providers tell their memory."""
+    import torch
+
+    found = {}
+    for size in sorted({row["sp"] for row in rows}):
+        cells = [r for r in measured(rows) if r["sp"] == size and r["provider"] in FITTED and r["peak_gib"]]
+        points = {(r["case"]["P"], r["case"]["N"] * r["case"]["R"]): r["peak_gib"] for r in cells}
+        if len(points) < 3:
+            continue
+        matrix = torch.tensor([[1.0, p, n] for p, n in points], dtype=torch.float64)
+        peaks = torch.tensor(list(points.values()), dtype=torch.float64)
+        scale = matrix.abs().amax(0)
+        x = torch.linalg.lstsq(matrix / scale / peaks[:, None], torch.ones(len(points), 1).double())
+        solution = x.solution[:, 0] / scale
+        error = float(((matrix @ solution) / peaks - 1).abs().max())
+        found[size] = MemoryModel(*solution.tolist(), error)
+    return found
+
+
+def predicted(
+    models: dict[int, MemoryModel], size: int, prompt_len: int, num_response_tokens: int
+) -> float | None:
+    """GiB on `size` GPUs by the model of the largest measured number of GPUs below it."""
+    known = [n for n in models if 1 < n <= size]
+    if not known:
+        return None
+    return models[max(known)].gib(prompt_len, num_response_tokens, max(known) / size)
+
+
+def by_prompt(rows: Rows) -> dict[tuple[int, int], Rows]:
+    """(P, N) -> its measured rows, for the number of responses that all prompt lengths have."""
+    most = max(row["case"]["N"] for row in rows)
+    found: dict[tuple[int, int], Rows] = {}
+    for row in rows:
+        if row["case"]["N"] == most:
+            found.setdefault((row["case"]["P"], most), []).append(row)
+    return found
+
+
+def efficiency(row: dict[str, Any], rows: Rows) -> float | None:
+    """Time on one GPU over SP times the time on SP of them."""
+    one = [r for r in measured(rows) if r["provider"] == "ours" and r["sp"] == 1]
+    if not one or row["provider"] == "ours" or "replicated" in row["provider"]:
+        return None
+    return one[0]["time_ms"] / row["sp"] / row["time_ms"]
+
+
+def cells(row: dict[str, Any], rows: Rows) -> tuple[str, ...]:
+    name = f"{row['provider']}, {row['sp']} GPU" + "s" * (row["sp"] > 1)
+    if "error" in row:
+        return (name, row["error"].partition(":")[0], "", "", "", "")
+    share, part = row.get("communication_share"), efficiency(row, rows)
+    return (
+        name,
+        f"{row['fwd_ms']:.1f}" if row["fwd_ms"] else "-",
+        f"{row['time_ms']:.1f}",
+        f"{row['peak_gib']:.1f}" if row["peak_gib"] else "-",
+        f"{part:.0%}" if part else "",
+        f"{share:.1%}" if share is not None else "",
+    )
+
+
+def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
+    """What was run, a table per prompt length, and the memory model."""
+    first, parts = rows[0], []
+    for (prompt_len, _), cell_rows in by_prompt(rows).items():
+        head = (
+            f"P = {prompt_len}",
+            "forward ms",
+            "forward + backward ms",
+            "peak GiB",
+            "efficiency",
+            "exchange",
+        )
+        parts.append(markdown_table([head, *(cells(row, cell_rows) for row in cell_rows)]))
+    c = first["case"]
+    where = f"{first['gpu']}, torch {first['torch']}"
+    where += f", driver {first['driver']}, CUDA {first['cuda']}" if "driver" in first else ""
+    tables = "\n\n".join(parts)
+    most = max(r["case"]["N"] for r in rows)
+    return f"""\
+One attention layer, N={most}, R={c["R"]}, H={c["H"]}, Hk={c["Hk"]}, d={c["d"]}, {c["dtype"]}; {where},
+{first["date"]}. Times are the slowest GPU's median; efficiency: time of one GPU / (GPUs x time); exchange:
+part of the time that is not the kernels'. `ulysses-C`: heads exchanged in C chunks; `context`: keys brought
+to the queries; `fa2-replicated`: a prompt per response, spread by heads, torch's FlashAttention-2.
+
+{tables}
+
+{memory_text(rows, markdown_table)}"""
+
+
+def memory_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
+    models = fit_memory(rows)
+    if not models:
+        return "Memory was not measured."
+    lines = [
+        f"{size} GPU{'s' * (size > 1)}: {m.constant:.2f} + {m.prompt * 1024:.4f} P/1024 "
+        f"+ {m.response * 1024:.4f} N·R/1024 GiB (largest error {m.error:.1%})"
+        for size, m in models.items()
+    ]
+    shapes = {(r["case"]["P"], r["case"]["N"] * r["case"]["R"]) for r in rows}
+    most = max(n for _, n in shapes)
+    sizes = [n for n in PREDICTED if n > max(models)]
+    table: list[tuple[str, ...]] = [("memory by the model, GiB", *(f"{n} GPUs" for n in (*models, *sizes)))]
+    for prompt_len in sorted({p for p, n in shapes if n == most}):
+        known = [models[n].gib(prompt_len, most) for n in models]
+        further = [predicted(models, n, prompt_len, most) for n in sizes]
+        values = [f"{x:.1f}" if x is not None else "-" for x in (*known, *further)]
+        table.append((f"P = {prompt_len}, N·R = {most}", *values))
+    note = f" ({', '.join(map(str, sizes))} GPUs: predicted)" if sizes else ""
+    return f"Memory model{note}: " + "; ".join(lines) + ".\n\n" + markdown_table(table)
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Time over GPUs beside the ideal, and memory: measured, fitted, predicted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
+    models = fit_memory(rows)
+    for index, ((prompt_len, n), cell_rows) in enumerate(by_prompt(rows).items()):
+        color, label = f"C{index}", f"P = {prompt_len // 1024}K"
+        ours = [r for r in measured(cell_rows) if r["provider"] in FITTED]
+        if not ours:
+            continue
+        best = {r["sp"]: r["time_ms"] for r in sorted(ours, key=lambda r: -r["time_ms"])}
+        sizes = sorted(best)
+        left.loglog(sizes, [best[s] for s in sizes], "o-", color=color, label=label, base=2)
+        left.loglog(sizes, [best[sizes[0]] * sizes[0] / s for s in sizes], ":", color=color, base=2)
+        for r in measured(cell_rows):
+            if "replicated" in r["provider"]:
+                left.plot([r["sp"]], [r["time_ms"]], "x", color=color)
+        peaks = {r["sp"]: r["peak_gib"] for r in ours if r["peak_gib"]}
+        right.plot(list(peaks), list(peaks.values()), "o", color=color, label=label)
+        tokens = n * cell_rows[0]["case"]["R"]
+        further = sorted({*(s for s in models if s > 1), *PREDICTED}) if any(s > 1 for s in models) else []
+        values = [predicted(models, s, prompt_len, tokens) for s in further]
+        right.plot(further, values, "--", color=color)
+    left.set(
+        xlabel="GPUs", ylabel="forward + backward, ms", title="dotted: ideal; x: replicated, FlashAttention-2"
+    )
+    right.set(xlabel="GPUs", ylabel="peak GiB of a GPU", title="dashed: memory model", ylim=(0, None))
+    for axis in (left, right):
+        axis.legend()
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
