@@ -1,0 +1,76 @@
+"""The "dualkv" attention under veRL's Ulysses sequence parallelism: all-to-all, attention, all-to-all back.
+
+Each process holds T / n rows of the pack and all heads; between the two exchanges it holds all rows and H / n
+heads, so that the layout of the whole pack applies. veRL does the same for its own attention, inside a
+function that another attention name never reaches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from transformers import AttentionInterface, AttentionMaskInterface
+from verl.utils.ulysses import (
+    gather_heads_scatter_seq,
+    gather_seq_scatter_heads,
+    get_ulysses_sequence_parallel_group,
+    get_ulysses_sequence_parallel_rank,
+    get_ulysses_sequence_parallel_world_size,
+)
+
+from flash_attn.integrations._transformers_attention import dualkv_attention
+from flash_attn.integrations._transformers_masks import dualkv_mask
+
+ULYSSES_NAME = "dualkv_ulysses"
+
+
+def register_ulysses() -> None:
+    """Makes `attn_implementation="dualkv_ulysses"` known to transformers, attention and masks."""
+    AttentionInterface.register(ULYSSES_NAME, ulysses_attention)
+    AttentionMaskInterface.register(ULYSSES_NAME, dualkv_mask)
+
+
+def ulysses_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`dualkv_attention` of all rows from this process's rows: q (1, H, T / n, D), k and v (1, Hk, T / n, D).
+
+    Where n exceeds the key heads these are repeated. Raises NotImplementedError for padding masks: veRL's
+    rows come without padding.
+    """
+    num_parts = get_ulysses_sequence_parallel_world_size()
+    if num_parts == 1:
+        return dualkv_attention(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
+    # int64: the sequences of this process's own rows, made from its positions; the gathered positions say
+    # it for all rows.
+    if attention_mask is not None and not (attention_mask.dim() == 5 and attention_mask.dtype == torch.int64):
+        raise NotImplementedError(
+            "sequence parallelism takes rows without padding (use_remove_padding=True), got attention_mask "
+            f"{attention_mask.dtype} {list(attention_mask.shape)}"
+        )
+    repeats = num_parts // key.shape[1]
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    query, key, value = (gather_seq_scatter_heads(x, seq_dim=2, head_dim=1) for x in (query, key, value))
+    if s_aux is not None:
+        s_aux = s_aux.chunk(num_parts)[get_ulysses_sequence_parallel_rank()]
+    position_ids = kwargs.pop("position_ids", None)
+    if kwargs.get("dualkv_layout") is None and position_ids is not None:
+        kwargs["position_ids"] = _all_rows(position_ids, num_parts)
+    out, _ = dualkv_attention(module, query, key, value, None, s_aux=s_aux, **kwargs)
+    return gather_heads_scatter_seq(out, head_dim=2, seq_dim=1), None
+
+
+def _all_rows(position_ids: torch.Tensor, num_parts: int) -> torch.Tensor:
+    parts = [torch.empty_like(position_ids) for _ in range(num_parts)]
+    group = get_ulysses_sequence_parallel_group()
+    torch.distributed.all_gather(parts, position_ids.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
