@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from flash_attn.shared_prompt._sharded_layout import ShardedLayout
-from flash_attn.shared_prompt._ulysses_attention import Heads, _as_qkv, _collect, _deal, _Travel
+from flash_attn.shared_prompt._ulysses_attention import (
+    Heads,
+    _as_qkv,
+    _collect,
+    _deal,
+    _send_qkv,
+    _Travel,
+)
 
 aten = torch.ops.aten
 
@@ -23,13 +30,9 @@ class _Replicated(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, length: int
     ) -> Tensor:
         heads = Heads.of(q.shape[1], k.shape[1], layout.sp_group.size(), 1)
-        travel, own, dim = _Travel(layout, heads), layout.num_own_rows, q.shape[2]
+        travel, dim = _Travel(layout, heads), q.shape[2]
         widths = (heads.q * dim, heads.k * dim, heads.k * dim)
-        send = q.new_empty(1, heads.num_ranks, own, sum(widths))
-        for target, x in zip(send.split(widths, 3), (q, k, v), strict=True):
-            _deal(target, x[:own], heads, heads.repeat if x is not q else 1)
-        ((received, work),) = travel.to_heads(send)
-        del send
+        ((received, work),) = _send_qkv(q, k, v, heads, travel, widths)
         work.wait()
         rows = _as_qkv(received, widths, heads)
         out, lse, *rng = _fa2_forward(rows, layout.whole.num_rows, length)
@@ -37,7 +40,7 @@ class _Replicated(torch.autograd.Function):
         ctx.layout, ctx.length, ctx.heads, ctx.widths, ctx.dim = layout, length, heads, widths, dim
         parts, work = travel.to_rows(out.flatten(1))
         work.wait()
-        return _collect(parts[None], layout.num_rows, dim)
+        return _collect([parts], layout.num_rows, dim)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -55,7 +58,7 @@ class _Replicated(torch.autograd.Function):
         )
         parts, work = travel.to_rows(torch.cat([g.flatten(1) for g in grads], 1))
         work.wait()
-        return (*(_collect(x[None], layout.num_rows, dim) for x in parts.split(widths, 2)), None, None)
+        return (*(_collect([x], layout.num_rows, dim) for x in parts.split(widths, 2)), None, None)
 
 
 def _bounds(num_rows: int, length: int, device: torch.device) -> Tensor:

@@ -62,13 +62,14 @@ def _deal(target: torch.Tensor, x: torch.Tensor, heads: Heads, repeat: int) -> N
     target.copy_(parts.permute(2, 1, 0, 3))
 
 
-def _collect(parts: torch.Tensor, num_rows: int, head_dim: int) -> torch.Tensor:
-    """(chunks, ranks, n, heads of a rank * d) as (num_rows, heads, d), rows behind n zero."""
-    chunks, ranks, own_rows, width = parts.shape
-    whole = parts.new_empty(num_rows, ranks, chunks, width)
-    whole[:own_rows].copy_(parts.permute(2, 1, 0, 3))
+def _collect(parts: Sequence[torch.Tensor], num_rows: int, head_dim: int) -> torch.Tensor:
+    """Of each chunk (ranks, n, heads of a rank * d), together (num_rows, heads, d), rows behind n zero."""
+    ranks, own_rows, width = parts[0].shape
+    whole = parts[0].new_empty(num_rows, ranks, len(parts), width)
+    for chunk, part in enumerate(parts):
+        whole[:own_rows, :, chunk].copy_(part.transpose(0, 1))
     whole[own_rows:].zero_()
-    return whole.view(num_rows, ranks * chunks * width // head_dim, head_dim)
+    return whole.view(num_rows, ranks * len(parts) * width // head_dim, head_dim)
 
 
 class _Travel:
@@ -90,11 +91,21 @@ class _Travel:
         return received.view(self.num_ranks, self.own, send.shape[1]), work
 
 
-def _waited(arriving: Sequence[tuple[torch.Tensor, Any]]) -> torch.Tensor:
+def _waited(arriving: Sequence[tuple[torch.Tensor, Any]]) -> list[torch.Tensor]:
     for _, work in arriving:
         work.wait()
-    parts = [part for part, _ in arriving]
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+    return [part for part, _ in arriving]
+
+
+def _send_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads, travel: _Travel, widths: Sequence[int]
+) -> list[tuple[torch.Tensor, Any]]:
+    """Starts the exchange of rows [q | k | v], one buffer for all chunks; nothing of it stays behind."""
+    send = q.new_empty(heads.num_chunks, heads.num_ranks, travel.own, sum(widths))
+    repeats = (1, heads.repeat, heads.repeat)
+    for target, x, repeat in zip(send.split(list(widths), 3), (q, k, v), repeats, strict=True):
+        _deal(target, x[: travel.own], heads, repeat)
+    return travel.to_heads(send)
 
 
 class _UlyssesAttention(torch.autograd.Function):
@@ -108,14 +119,9 @@ class _UlyssesAttention(torch.autograd.Function):
         options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         heads = Heads.of(q.shape[1], k.shape[1], layout.sp_group.size(), layout.num_chunks)
-        travel, own = _Travel(layout, heads), layout.num_own_rows
+        travel = _Travel(layout, heads)
         widths = (heads.q * q.shape[2], heads.k * k.shape[2], heads.k * v.shape[2])
-        send = q.new_empty(heads.num_chunks, heads.num_ranks, own, sum(widths))
-        for target, x, repeat in zip(
-            send.split(widths, 3), (q, k, v), (1, heads.repeat, heads.repeat), strict=True
-        ):
-            _deal(target, x[:own], heads, repeat)
-        arriving = travel.to_heads(send)
+        arriving = _send_qkv(q, k, v, heads, travel, widths)
         arguments = _op_arguments(layout, heads.k, q.shape[2], q.dtype, options)
         saved, outs, lses = [], [], []
         for received, work in arriving:
@@ -167,7 +173,7 @@ class _UlyssesAttention(torch.autograd.Function):
                 out, lse, *arguments,
             )  # fmt: skip
             grads.append(travel.to_rows(torch.cat([g.flatten(1) for g in found[:3]], 1)))
-        parts = _waited(grads).split(widths, 3)
+        parts = zip(*(part.split(list(widths), 2) for part in _waited(grads)), strict=True)
         dims = (ctx.head_dims[0], ctx.head_dims[0], head_dim_v)
         dq, dk, dv = (_collect(part, layout.num_rows, d) for part, d in zip(parts, dims, strict=True))
         if heads.repeat > 1:
