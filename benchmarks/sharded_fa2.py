@@ -18,6 +18,7 @@ from flash_attn.shared_prompt._ulysses_attention import (
     _collect,
     _deal,
     _send_qkv,
+    _summed,
     _Travel,
 )
 
@@ -38,6 +39,7 @@ class _Replicated(torch.autograd.Function):
         out, lse, *rng = _fa2_forward(rows, layout.whole.num_rows, length)
         ctx.save_for_backward(received, out, lse, *rng)
         ctx.layout, ctx.length, ctx.heads, ctx.widths, ctx.dim = layout, length, heads, widths, dim
+        ctx.num_heads_k = k.shape[1]
         parts, work = travel.to_rows(out.flatten(1))
         work.wait()
         return _collect([parts], layout.num_rows, dim)
@@ -58,7 +60,8 @@ class _Replicated(torch.autograd.Function):
         )
         parts, work = travel.to_rows(torch.cat([g.flatten(1) for g in grads], 1))
         work.wait()
-        return (*(_collect([x], layout.num_rows, dim) for x in parts.split(widths, 2)), None, None)
+        dq, dk, dv = (_collect([x], layout.num_rows, dim) for x in parts.split(widths, 2))
+        return dq, _summed(dk, ctx.num_heads_k), _summed(dv, ctx.num_heads_k), None, None
 
 
 def _bounds(num_rows: int, length: int, device: torch.device) -> Tensor:
