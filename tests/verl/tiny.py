@@ -49,7 +49,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "longrope": {
-        "model_type": "phi3", "head_dim": 8, "max_position_embeddings": 64, "original_max_position_embeddings": 26,
+        "model_type": "phi3", "head_dim": 8, "max_position_embeddings": 64,
+        "original_max_position_embeddings": 26,
         "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
             "long_factor": [2.0] * 4,
