@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 import kernel_report  # noqa: E402
 import sequence_parallel_report as sp_report  # noqa: E402
 import trl_report  # noqa: E402
+import verl_report  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,11 @@ def sequence_parallel(rows: list[dict[str, Any]]) -> str:
     return sp_report.text(rows, markdown_table)
 
 
+def verl_updates(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/verl_updates.py`: passes of veRL's worker."""
+    return verl_report.text(rows, markdown_table)
+
+
 BLOCKS = {
     block.name: block
     for block in (
@@ -106,6 +112,7 @@ BLOCKS = {
         Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
         Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
         Block("trl_updates", "*/trl_updates.json", trl_updates, trl_report.draw_updates),
+        Block("verl_updates", "*/verl_updates.json", verl_updates, verl_report.draw),
     )
 }
 

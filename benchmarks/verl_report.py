@@ -1,0 +1,97 @@
+"""Table and plot of what verl_updates.py wrote: passes of veRL's real worker, shared and replicated.
+report.py puts them into the README."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+Table = Callable[[list[tuple[str, ...]]], str]
+
+MODELS = {"qwen3-8b": ("Qwen3-8B", 36), "qwen3-30b-a3b": ("Qwen3-30B-A3B", 48)}
+OWN, TORCH = "verl-flash_attention_2", "verl-torch-fa2"
+PASSES = ("policy_update", "old_log_prob", "ref_log_prob")
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Model, layers where these are fewer, micro-batch, processes."""
+    model, num_layers = MODELS.get(row["model"], (row["model"], row["num_layers"]))
+    cut = f", {row['num_layers']} of {num_layers} layers" if row["num_layers"] != num_layers else ""
+    spread = "".join(f", {kind.upper()}={row[kind]}" for kind in ("dp", "sp") if row[kind] > 1)
+    return f"{model}{cut}{spread}, micro-batch {row['micro_batch']}"
+
+
+def cells(rows: Rows) -> list[dict[str, dict[str, Any]]]:
+    """provider -> row of every pass that the plug-in ran, in the order measured."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((name_of(row), row["pass"]), {})[row["provider"]] = row
+    return [cell for cell in found.values() if "seconds" in cell.get("shared", {})]
+
+
+def speedup(cell: dict[str, dict[str, Any]], provider: str) -> float | None:
+    """Of the shared pass over this replicated one."""
+    seconds = cell.get(provider, {}).get("seconds")
+    return seconds / cell["shared"]["seconds"] if seconds else None
+
+
+def _number(row: dict[str, Any] | None, name: str, form: str) -> str:
+    if row is None:
+        return "-"
+    return "out of memory" if "error" in row else format(row[name], form)
+
+
+def text(rows: Rows, table: Table) -> str:
+    """The table, and what was run."""
+    lines: list[tuple[str, ...]] = [(
+        "", "shared s", "veRL s", "veRL, torch's FA2 s", "speed-up", "FLOPs", "of FLOPs",
+        "over torch's FA2", "shared GiB", "veRL GiB",
+    )]  # fmt: skip
+    for cell in cells(rows):
+        shared = cell["shared"]
+        gain, over_torch = speedup(cell, OWN), speedup(cell, TORCH)
+        ratio = shared["flop_ratio"]
+        lines.append((
+            f"{name_of(shared)}: {shared['pass'].replace('_', ' ')}",
+            *(_number(cell.get(p), "seconds", ".2f") for p in ("shared", OWN, TORCH)),
+            "-" if gain is None else f"{gain:.2f}x", f"{ratio:.2f}x",
+            "-" if gain is None else f"{gain / ratio:.0%}",
+            "-" if over_torch is None else f"{over_torch:.2f}x",
+            *(_number(cell.get(p), "peak_gib", ".1f") for p in ("shared", OWN)),
+        ))  # fmt: skip
+    first = rows[0]
+    lens = [length for row in rows for own in row["response_lens"] for length in own]
+    return f"""\
+{first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}:
+veRL's TrainingWorker on FSDP2, random weights, bf16 (optimizer states too), gradient checkpointing; one group a
+micro-batch, a prompt of {first["prompt_len"]:,} tokens and responses of {min(lens):,} to {max(lens):,}.
+"veRL" is its own path with this package's `flash_attention_2`, and the speed-up is over it; "FLOPs" is how
+many times as many that path executes. A policy update is loss, backward and optimizer step.
+
+{table(lines)}"""
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Speed-up beside the ratio of FLOPs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    own = [cell for cell in cells(rows) if speedup(cell, OWN) is not None]
+    names = [f"{name_of(c['shared'])}\n{c['shared']['pass']}" for c in own]
+    figure, axis = plt.subplots(figsize=(7.5, 0.9 + 0.42 * len(own)), layout="constrained")
+    at = range(len(own))
+    axis.barh(at, [speedup(cell, OWN) for cell in own], color="#1f6fb2", label="measured")
+    ratios = [cell["shared"]["flop_ratio"] for cell in own]
+    axis.plot(ratios, at, "|", color="black", markersize=14, label="ratio of FLOPs")
+    axis.axvline(1, color="#888888", linewidth=0.8)
+    axis.set_yticks(at, names, fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel("times as fast as veRL's own path")
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
