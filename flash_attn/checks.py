@@ -95,7 +95,8 @@ def options(
         raise NotImplementedError("paged keys are not supported: block_table must be None")
     if not 0.0 <= softcap < float("inf"):
         raise ValueError(f"softcap must be >= 0 and finite (0: none), got {softcap}")
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+    is_row = isinstance(window_size, Tensor) and window_size.dim() == 1
+    if not (is_row or isinstance(window_size, Sequence)) or len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size!r}")
     for index, side in enumerate(window_size):
         _integer(f"window_size[{index}]", side)

@@ -233,6 +233,12 @@ def test_window_and_softcap_reach_every_function() -> None:
     torch.testing.assert_close(flash_attn.flash_attn_shared_prompt_func(r, r, r, layout, **options), other)
 
 
+def test_window_as_a_tensor() -> None:
+    q = torch.randn(1, 9, 2, 8)
+    want = flash_attn.flash_attn_func(q, q, q, window_size=(2, 1))
+    assert torch.equal(flash_attn.flash_attn_func(q, q, q, window_size=torch.tensor([2, 1])), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_by_the_rule(dtype: torch.dtype) -> None:
     inputs = make((40, 4, 16), (40, 2, 16), (40, 2, 16), dtype=dtype)

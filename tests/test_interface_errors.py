@@ -59,6 +59,13 @@ DENSE: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ),
     ((Q, K, K), {"window_size": (1,)}, ValueError, r"window_size must be \(left, right\), got \(1,\)"),
     ((Q, K, K), {"window_size": 3}, ValueError, r"window_size must be \(left, right\), got 3"),
+    (
+        (Q, K, K),
+        {"window_size": torch.tensor(3)},
+        ValueError,
+        r"window_size must be \(left, right\), got tensor\(3\)",
+    ),
+    ((Q, K, K), {"window_size": torch.tensor([1.0, 2.0])}, TypeError, r"window_size\[0\] must be an int"),
     ((Q, K, K), {"window_size": (1.5, 0)}, TypeError, r"window_size\[0\] must be an int, got float"),
     ((Q, K, K), {"window_size": (0, None)}, TypeError, r"window_size\[1\] must be an int, got NoneType"),
 ]
