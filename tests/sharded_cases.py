@@ -337,3 +337,14 @@ def replicated_baseline(group: dist.ProcessGroup) -> dict[str, float]:
         name: float((ulysses.local_rows(a, sharded) - b).abs().max())
         for name, a, b in zip(("out", "dq", "dk", "dv"), expected, found, strict=True)
     }
+
+
+def summed_in_fp32(group: dist.ProcessGroup) -> list[float]:
+    """Gradients 256, 1, 1 of three uses of one bf16 row on every rank, as its owner gets them."""
+    from flash_attn.shared_prompt._exchange import RowExchange, take_rows
+
+    needs = [torch.zeros(3, dtype=torch.int64)] * group.size()
+    x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    y = take_rows(x, RowExchange(needs, 1, group.rank()), group, expand=True)
+    y.backward(torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16))
+    return x.grad.flatten().tolist()

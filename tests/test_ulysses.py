@@ -190,3 +190,8 @@ def test_no_rank_waits_when_one_raises(tmp_path: Path, failing: int) -> None:
 def test_replicated_baseline_of_the_benchmark(ranks: Ranks) -> None:
     for num_ranks in (2, 4):  # as many key heads as ranks, and fewer
         assert max(map(worst, ranks.run(num_ranks, sharded_cases.replicated_baseline))) < TOLERANCE
+
+
+def test_gradients_of_keys_are_summed_in_fp32(ranks: Ranks) -> None:
+    """In bf16 256 + 1 is 256; the sum over two ranks is 516."""
+    assert ranks.run(2, sharded_cases.summed_in_fp32) == [[516.0], [0.0]]

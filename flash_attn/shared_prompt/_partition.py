@@ -1,8 +1,8 @@
 """Which rows of a pack each rank of a sequence-parallel group holds.
 
 `contiguous`: equal runs of rows, in pack order; attention exchanges heads for rows, so that their place does
-not matter. `balanced`: where queries stay put, every rank gets an early and a late part of each prompt, and
-an equal share of its responses' rows, so that all see about as many keys.
+not matter. `balanced`: where queries stay put, every rank gets an early and a late part of each prompt and of
+its responses' rows, so that all see about as many keys.
 """
 
 from __future__ import annotations
@@ -49,41 +49,44 @@ def groups_of(layout: SharedPromptLayout) -> list[range]:
 
 def balanced(layout: SharedPromptLayout, num_ranks: int) -> list[list[GroupParts]]:
     """Parts of each rank, group by group. Rank i has chunks i and 2 num_ranks - 1 - i of 2 num_ranks of every
-    prompt: with position p seeing p + 1 keys, early and late chunk together cost the same on every rank.
+    prompt, and of its responses' rows: with position p seeing p + 1 keys, an early and a late chunk together
+    cost the same on every rank.
     """
     table = layout.segments_host.tolist()
     ranks: list[list[GroupParts]] = [[] for _ in range(num_ranks)]
     for g, segments in enumerate(groups_of(layout)):
-        prompt, *responses = segments
-        length = table[prompt][1] - table[prompt][0]
-        cuts = [length * i // (2 * num_ranks) for i in range(2 * num_ranks + 1)]
-        shares = _shares([(s, table[s][1] - table[s][0]) for s in responses], num_ranks)
+        lengths = [(s, table[s][1] - table[s][0]) for s in segments]
+        prompts, responses = _pairs(lengths[:1], num_ranks), _pairs(lengths[1:], num_ranks)
         for rank in range(num_ranks):
-            late = 2 * num_ranks - 1 - rank
-            if late == rank + 1:  # the two middle chunks are one
-                chunks = [(cuts[rank], cuts[late + 1])]
-            else:
-                chunks = [(cuts[rank], cuts[rank + 1]), (cuts[late], cuts[late + 1])]
-            parts = tuple(Part(prompt, begin, end) for begin, end in chunks if begin < end)
             # Groups take turns with the rank that gets the odd row.
-            ranks[rank].append(GroupParts(parts, shares[(rank + g) % num_ranks]))
+            ranks[rank].append(GroupParts(prompts[rank], responses[(rank + g) % num_ranks]))
     return ranks
 
 
-def _shares(segments: list[tuple[int, int]], num_ranks: int) -> list[tuple[Part, ...]]:
-    """The segments' rows, one behind the other, in `num_ranks` equal runs."""
-    total = sum(length for _, length in segments)
+def _pairs(segments: list[tuple[int, int]], num_ranks: int) -> list[tuple[Part, ...]]:
+    """Of each rank an early and a late chunk of the segments' rows, one behind the other."""
+    total, num_chunks = sum(length for _, length in segments), 2 * num_ranks
+    cuts = [total * i // num_chunks for i in range(num_chunks + 1)]
     shares = []
     for rank in range(num_ranks):
-        begin, end = total * rank // num_ranks, total * (rank + 1) // num_ranks
-        parts, row = [], 0
-        for segment, length in segments:
-            low, high = max(begin - row, 0), min(end - row, length)
-            if low < high:
-                parts.append(Part(segment, low, high))
-            row += length
-        shares.append(tuple(parts))
+        late = num_chunks - 1 - rank
+        if late == rank + 1:  # the two middle chunks are one
+            shares.append(_parts(segments, cuts[rank], cuts[late + 1]))
+        else:
+            early = _parts(segments, cuts[rank], cuts[rank + 1])
+            shares.append(early + _parts(segments, cuts[late], cuts[late + 1]))
     return shares
+
+
+def _parts(segments: list[tuple[int, int]], begin: int, end: int) -> tuple[Part, ...]:
+    """Rows [begin, end) of the segments, one behind the other."""
+    parts, row = [], 0
+    for segment, length in segments:
+        low, high = max(begin - row, 0), min(end - row, length)
+        if low < high:
+            parts.append(Part(segment, low, high))
+        row += length
+    return tuple(parts)
 
 
 def rows_of(parts: list[GroupParts], layout: SharedPromptLayout) -> torch.Tensor:
