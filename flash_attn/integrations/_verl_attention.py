@@ -43,11 +43,13 @@ def ulysses_attention(
 ) -> tuple[torch.Tensor, None]:
     """`dualkv_attention` of all rows from this process's rows: q (1, H, T / n, D), k and v (1, Hk, T / n, D).
 
-    Where n exceeds the key heads these are repeated. Raises NotImplementedError for padding masks: veRL's
-    rows come without padding.
+    Where n exceeds the key heads these are repeated. Attention that is not causal (vision towers) has whole
+    rows on every process and runs as it is. Raises NotImplementedError for padding masks (veRL's rows come
+    without padding), and for layers that say neither layout nor positions.
     """
     num_parts = get_ulysses_sequence_parallel_world_size()
-    if num_parts == 1:
+    causal = kwargs.get("is_causal")
+    if num_parts == 1 or not (getattr(module, "is_causal", True) if causal is None else causal):
         return dualkv_attention(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
     # int64: the sequences of this process's own rows, made from its positions; the gathered positions say
     # it for all rows.
@@ -56,6 +58,10 @@ def ulysses_attention(
             "sequence parallelism takes rows without padding (use_remove_padding=True), got attention_mask "
             f"{attention_mask.dtype} {list(attention_mask.shape)}"
         )
+    if kwargs.get("dualkv_layout") is None and kwargs.get("position_ids") is None:
+        raise NotImplementedError(
+            f"sequence parallelism needs position_ids in attention, {type(module).__name__} passes none"
+        )
     repeats = num_parts // key.shape[1]
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -63,7 +69,7 @@ def ulysses_attention(
     if s_aux is not None:
         s_aux = s_aux.chunk(num_parts)[get_ulysses_sequence_parallel_rank()]
     position_ids = kwargs.pop("position_ids", None)
-    if kwargs.get("dualkv_layout") is None and position_ids is not None:
+    if kwargs.get("dualkv_layout") is None:
         kwargs["position_ids"] = _all_rows(position_ids, num_parts)
     out, _ = dualkv_attention(module, query, key, value, None, s_aux=s_aux, **kwargs)
     return gather_heads_scatter_seq(out, head_dim=2, seq_dim=1), None

@@ -16,7 +16,7 @@ from verl.utils.device import get_device_id
 from verl.utils.metric.utils import AggregationType, Metric
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from flash_attn.integrations._transformers_rope import check_rope
+from flash_attn.integrations._transformers_rope import check_rope, length_dependent_rope
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_cost import flop_cost_model
 from flash_attn.integrations._verl_attention import ULYSSES_NAME, register_ulysses
@@ -110,7 +110,7 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
     def _rope_refusal(self, host: HostRows, rows: list[list[int]]) -> str | None:
         config = unwrap(self.module).config.get_text_config()
         try:
-            for own in rows:
+            for own in rows if length_dependent_rope(config) else ():
                 check_rope(config, host.pack(own).layout)
         except NotImplementedError as error:
             return str(error)

@@ -177,6 +177,20 @@ def test_sequence_parallel_rows_with_padding_are_refused(monkeypatch):
         _verl_attention.ulysses_attention(None, q, q, q, torch.ones(1, 1, 1, 1, 4, dtype=torch.bool))
 
 
+def test_sequence_parallel_layers_without_positions_are_refused(monkeypatch):
+    from flash_attn.integrations import _verl_attention
+
+    monkeypatch.setattr(_verl_attention, "get_ulysses_sequence_parallel_world_size", lambda: 2)
+    q = torch.randn(1, 2, 4, 8)
+    module = torch.nn.Identity()
+    with pytest.raises(NotImplementedError, match="needs position_ids in attention, Identity passes none"):
+        _verl_attention.ulysses_attention(module, q, q, q, None)
+    # A vision tower is not spread: no exchange, no positions.
+    found, _ = _verl_attention.ulysses_attention(module, q, q, q, None, is_causal=False)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_another_splitter_of_mini_batches_is_refused(monkeypatch):
     monkeypatch.setattr(transformer_impl, "prepare_micro_batches", lambda data: None)
     with pytest.raises(RuntimeError, match="must split mini-batches by prepare_micro_batches, got <function"):

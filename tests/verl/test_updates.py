@@ -23,12 +23,12 @@ CASES = {
     "temperature per row": {"batch": {"temperature": torch.linspace(0.5, 1.5, 16)}, "engine": EIGHT},
     "gradient checkpointing": {"model": {"enable_gradient_checkpointing": True}},
     "fused kernels": {"model": FUSED, "batch": {"temperature": 0.8}},
-    "padding to a bucket": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
+    "padding to a bucket": {"num_steps": 2, "engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
     "mixture of experts": {"kind": "qwen3_moe"},
     # transformers' eager attention of gpt_oss takes packed rows for one: row by row it is right.
-    "sinks and windows": {"kind": "sinks", "oracle": ("eager", ONE)},
-    "LoRA": {"model": {"lora_rank": 4, "lora_alpha": 8}},
-    "loss per sequence": {"actor": {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.1}},
+    "sinks and windows": {"kind": "sinks", "num_steps": 2, "oracle": ("eager", ONE)},
+    "LoRA": {"num_steps": 2, "model": {"lora_rank": 4, "lora_alpha": 8}},
+    "loss per sequence": {"num_steps": 2, "actor": {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.1}},
 }
 
 
