@@ -28,8 +28,10 @@ CASES = {
     # transformers' eager attention of gpt_oss takes packed rows for one: row by row it is right.
     "sinks and windows": {"kind": "sinks", "num_steps": 2, "oracle": ("eager", ONE)},
     "LoRA": {"num_steps": 2, "model": {"lora_rank": 4, "lora_alpha": 8}},
-    "loss per sequence": {"num_steps": 2, "actor": {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.1}},
-}
+    "loss per sequence": {
+        "num_steps": 2, "actor": {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.1},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
