@@ -142,6 +142,32 @@ def ours_deterministic(problem: Problem) -> Pair:
     return _ours(problem, "", True)
 
 
+def ours_replicated(problem: Problem) -> Pair:
+    """The default code path on N whole sequences: what sharing is compared with on equal kernels."""
+    from flash_attn._calls import dense_segments
+    from flash_attn._ops import plan_tables
+
+    n, p, r = problem.one_group()
+    q, k, v, dout = (
+        problem.replicate(x).flatten(0, 1) for x in (problem.q, problem.k, problem.v, problem.dout)
+    )
+    os.environ["FLASH_ATTN_FORCE_ARCH"] = ""
+    segments, total, length = dense_segments(n, p + r, p + r, q.device), q.shape[0], p + r
+    sizes = dict(num_heads_k=k.shape[1], head_dim=q.shape[2], dtype=q.dtype)
+    plan = plan_tables(segments, total, total, None, 0, causal=True, window_size=(-1, -1), **sizes)
+    batch = (segments, None, plan, length, length, problem.scale, True, -1, -1, 0.0, False)
+    ops = torch.ops.flash_attn_cuda
+    out, lse = ops.fwd(q, k, v, None, None, *batch)
+
+    def forward() -> Tensor:
+        return ops.fwd(q, k, v, None, None, *batch)[0]
+
+    def backward() -> tuple[Tensor, ...]:
+        return ops.bwd(dout, None, q, k, v, None, None, out, lse, *batch)[:3]
+
+    return forward, backward  # type: ignore[return-value]
+
+
 def _fa2_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):  # type: ignore[no-untyped-def]
     return aten._flash_attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale)
 

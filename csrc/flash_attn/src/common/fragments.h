@@ -200,14 +200,15 @@ __device__ __forceinline__ void store_pair(uint32_t base, int row, int chunk, fl
                  "r"(r2), "r"(r3)
                  : "memory");
 #else
-    auto const put = [&](int r, int c, uint32_t value) {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(base + SharedTile<kCols>::offset(r, c) + lane % 4 * 4), "r"(value)
-                     : "memory");
+    // The next chunk is one address bit away, the next eight rows a constant: their swizzle is the same.
+    uint32_t const left_at = base + SharedTile<kCols>::offset(row + lane / 4, chunk) + lane % 4 * 4, right_at = left_at ^ 16;
+    auto const put = [](uint32_t address, uint32_t value) {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
     };
-    put(row + lane / 4, chunk, r0);
-    put(row + lane / 4 + 8, chunk, r1);
-    put(row + lane / 4, chunk + 1, r2);
-    put(row + lane / 4 + 8, chunk + 1, r3);
+    put(left_at, r0);
+    put(left_at + 8 * SharedTile<kCols>::kPitch, r1);
+    put(right_at, r2);
+    put(right_at + 8 * SharedTile<kCols>::kPitch, r3);
 #endif
 }
 

@@ -103,8 +103,8 @@ __device__ __forceinline__ void store_keys(float (&acc)[T::kTilesN][2 * T::kPair
 }
 
 template <typename T, bool kSoftcap, bool kAccumulateDq>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(BwdParams const __grid_constant__ p, int const group,
-                                                                                     int const section_heads) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(BwdParams const __grid_constant__ p,
+                                                                                     Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales) {
     using Element = typename T::Element;
     constexpr int kD = T::kHeadDim, kN = T::kBlockN, MT = T::kTilesM, NS = T::kPairsS;
     extern __shared__ __align__(1024) char shared_bytes[];
@@ -112,13 +112,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
 
     FwdParams const& f = p.fwd;
     int index, head_k;
-    decode_block(f.plan.num_key_items, p.head_k_end - p.head_k_begin, section_heads, index, head_k);
+    schedule.decode(index, head_k);
     head_k += p.head_k_begin;
     int4 const item_low = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index));
     int4 const item_high = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index) + 1);
     KeyItem const item{item_low.x, item_low.y, item_low.z, item_low.w, item_high.x, item_high.y, item_high.z, 0};
     if (item.num_keys <= 0) return;
 
+    int const group = schedule.group.value;
     RowBlocks<T> const blocks{shared, f.plan.block_span, group};
     BackwardLoader<T> const load{p, blocks, shared};
     load.keys(item, head_k, count_seen_keys<T::kThreads>(f.plan, item, shared + T::kStats));
@@ -139,32 +140,44 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
         __syncthreads();
     }
 
-    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int const slab = warp / T::kWarpsM, row_s = 16 * MT * (warp % T::kWarpsM), column_s = 16 * slab, warp_d = warp % T::kColsD;
-    // Lane addresses serve two tiles of the same shape, a constant apart: q and dout, K and V, P and dS.
+    int const lane = threadIdx.x % 32;
+    // Lane addresses serve two tiles of the same shape, a constant apart: q and dout, K and V, P and dS. Where these kernels would
+    // spill, they and a round's stage are computed anew at each use.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    constexpr bool kAnew = T::kDoutStages == 1 || !kAccumulateDq;
+#else
+    constexpr bool kAnew = false;
+#endif
     constexpr int kQueryToDout = T::kDout - T::kQuery, kKeyToValue = T::kValue - T::kKey, kPToDs = T::kDs - T::kP;
-    auto const q_s = lane_a<kD>(shared + T::kQuery, row_s);
-    auto const k_s = lane_b<kD>(shared + T::kKey, column_s);
-    auto const q_t = lane_b_transposed<kD>(shared + T::kQuery, 2 * warp_d);
-    float const scale_log2 = (kSoftcap ? f.softcap : f.softmax_scale) * kLog2E;
+    auto const first_row = [](int warp) { return 16 * MT * (warp % T::kWarpsM); };
+    auto const query_rows = [&](int warp) { return lane_a<kD>(shared + T::kQuery, first_row(warp)); };
+    auto const key_rows = [&](int warp) { return lane_b<kD>(shared + T::kKey, 16 * (warp / T::kWarpsM)); };
+    auto const query_columns = [&](int warp) { return lane_b_transposed<kD>(shared + T::kQuery, 2 * (warp % T::kColsD)); };
+    int const warp = threadIdx.x / 32;
+    auto const q_kept = query_rows(warp);
+    auto const k_kept = key_rows(warp);
+    auto const q_t_kept = query_columns(warp);
+    auto const this_warp = [] { return opaque(threadIdx.x) / 32; };
 
     float dk[T::kTilesN][2 * T::kPairsD][4], dv[T::kTilesN][2 * T::kPairsD][4];
     clear(dk);
     clear(dv);
     for (int i = 0; blocks.head(i) >= 0; ++i) {
-        int const stage = i & 1;
-        uint32_t const q_stage = T::kQueryStages == 2 ? stage * T::kRowBytes : 0;
-        uint32_t const dout_stage = T::kDoutStages == 2 ? stage * T::kRowBytes : 0;
-        uint32_t const ds_stage = T::kDsStages == 2 ? stage * T::kScoreBytes : 0;
+        auto const stage = [&] { return (kAnew ? opaque(i) : i) & 1; };
+        auto const q_stage = [&] { return T::kQueryStages == 2 ? stage() * T::kRowBytes : 0; };
+        auto const dout_stage = [&] { return T::kDoutStages == 2 ? stage() * T::kRowBytes : 0; };
+        auto const ds_stage = [&] { return T::kDsStages == 2 ? stage() * T::kScoreBytes : 0; };
         if constexpr (T::kQueryStages == 1) {
             copy_async_wait<0>();
             __syncthreads();
         }
         if (i > 0 && i % RowBlocks<T>::kPeriod == 0 && threadIdx.x < 32) blocks.refill(i);
 
+        int const slab = warp / T::kWarpsM, row_s = first_row(warp), column_s = 16 * slab;
         float s[MT][2 * NS][4];
         clear(s);
-        auto const q_now = q_s.moved(q_stage), k_now = k_s.moved(0);
+        auto const q_now = (kAnew ? query_rows(this_warp()) : q_kept).moved(q_stage());
+        auto const k_now = (kAnew ? key_rows(this_warp()) : k_kept).moved(0);
         gemm<Element, kD / 16>(
             s,
             [&](int kk, uint32_t(&a)[MT][4]) {
@@ -172,11 +185,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
                 for (int mt = 0; mt < MT; ++mt) load_matrix(a[mt], q_now.at(16 * mt, 2 * kk));
             },
             [&](int kk, int np, uint32_t(&b)[4]) { load_matrix(b, k_now.at(16 * T::kColsS * np, 2 * kk)); });
-        if constexpr (kSoftcap) apply_softcap(s, f.softmax_scale / f.softcap);
+        if constexpr (kSoftcap) apply_softcap(s, scales.over_softcap);
         if (!blocks.clean(i)) mask_scores<T>(s, f, blocks, blocks.block(i), row_s, column_s);
 
-        uint32_t const stats = shared + T::kStats + stage * T::kStatBytes + (row_s + lane / 4) * 4;
-        auto const exponent = [&](float x, float lse) { return exp2_fast(fmaf(x, scale_log2, -lse)); };
+        uint32_t const stats = shared + T::kStats + stage() * T::kStatBytes + (row_s + lane / 4) * 4;
+        auto const exponent = [&](float x, float lse) { return exp2_fast(fmaf(x, scales.log2, -lse)); };
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) {
             float const lse[2] = {load_shared(stats + mt * 64), load_shared(stats + mt * 64 + 32)};
@@ -200,7 +213,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
         }
         float dp[MT][2 * NS][4];
         clear(dp);
-        auto const dout_now = q_s.moved(kQueryToDout + dout_stage), v_now = k_s.moved(kKeyToValue);
+        auto const dout_now = (kAnew ? query_rows(this_warp()) : q_kept).moved(kQueryToDout + dout_stage());
+        auto const v_now = (kAnew ? key_rows(this_warp()) : k_kept).moved(kKeyToValue);
         gemm<Element, kD / 16>(
             dp,
             [&](int kk, uint32_t(&a)[MT][4]) {
@@ -224,16 +238,17 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
                         if constexpr (kSoftcap) x = x == -INFINITY ? 0.f : exponent(x, lse[j / 2]) * (1.f - x * x);
                         dp[mt][nt][j] = x * (dp[mt][nt][j] - delta[j / 2]);
                     }
-                store_pair<Element, kN>(shared + T::kDs + ds_stage, row_s + 16 * mt, column_s / 8 + 2 * T::kColsS * np, dp[mt][2 * np],
+                store_pair<Element, kN>(shared + T::kDs + ds_stage(), row_s + 16 * mt, column_s / 8 + 2 * T::kColsS * np, dp[mt][2 * np],
                                         dp[mt][2 * np + 1]);
             }
         }
         slab_barrier<32 * T::kWarpsM>(slab);
 
         // Computed anew in every round, since a register for each would not fit.
-        int const late_warp = opaque(threadIdx.x) / 32;
+        int const late_warp = this_warp();
         auto const p_now = lane_a_transposed<kN>(shared + T::kP, 2 * (late_warp / T::kColsD));
-        auto const dout_t = q_t.moved(kQueryToDout + dout_stage);
+        auto const q_t = kAnew ? query_columns(late_warp) : q_t_kept;
+        auto const dout_t = q_t.moved(kQueryToDout + dout_stage());
         gemm<Element, T::kBlockM / 16>(
             dv,
             [&](int kk, uint32_t(&a)[T::kTilesN][4]) {
@@ -241,8 +256,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
                 for (int mt = 0; mt < T::kTilesN; ++mt) load_matrix_transposed(a[mt], p_now.at(16 * kk, 2 * T::kWarpsN * mt));
             },
             [&](int kk, int np, uint32_t(&b)[4]) { load_matrix_transposed(b, dout_t.at(16 * kk, 2 * T::kColsD * np)); });
-        auto const ds_now = p_now.moved(kPToDs + ds_stage);
-        auto const q_t_now = q_t.moved(q_stage);
+        auto const ds_now = p_now.moved(kPToDs + ds_stage());
+        auto const q_t_now = q_t.moved(q_stage());
         gemm<Element, T::kBlockM / 16>(
             dk,
             [&](int kk, uint32_t(&a)[T::kTilesN][4]) {
@@ -257,13 +272,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(
             load.dout(0, i + 1);
             if constexpr (T::kQueryStages == 2) copy_async_commit();
         }
-        load.query(T::kQueryStages == 2 ? stage : 0, i + T::kQueryStages, T::kDoutStages == 2);
+        load.query(T::kQueryStages == 2 ? stage() : 0, i + T::kQueryStages, T::kDoutStages == 2);
         copy_async_commit();
         if constexpr (kAccumulateDq) {
             float dq[T::kTilesQ][2 * T::kPairsQ][4];
             clear(dq);
             int const warp_q = late_warp / T::kColsQ, warp_e = late_warp % T::kColsQ;
-            auto const ds_q_now = lane_a<kN>(shared + T::kDs + ds_stage, 16 * T::kTilesQ * warp_q);
+            auto const ds_q_now = lane_a<kN>(shared + T::kDs + ds_stage(), 16 * T::kTilesQ * warp_q);
             auto const k_q_now = lane_b_transposed<kD>(shared + T::kKey, 2 * warp_e);
             gemm<Element, kN / 16>(
                 dq,

@@ -16,7 +16,7 @@ namespace flash_attn::sm80 {
 template <typename Element, int kRow>
 struct ForwardOf {
     static constexpr ForwardTile kTile = kForwardTiles[kRow];
-    using Traits = ForwardTraits<Element, kTile.head_dim, kTile.block_m, kTile.block_n, kTile.num_warps, kTile.num_slots,
+    using Traits = ForwardTraits<Element, kTile.head_dim, kTile.block_m, kTile.block_n, kTile.num_warps, kTile.paired,
                                  kTile.blocks_per_sm, kTile.ahead>;
     static_assert(Traits::kSharedBytes == kTile.shared_bytes());
 };
@@ -24,9 +24,9 @@ struct ForwardOf {
 template <typename Element, int kRow>
 struct DqPassOf {
     static constexpr ForwardTile kTile = kDqTiles[kRow];
-    using Traits = PassTraits<Element, kTile.head_dim, kTile.block_m, kTile.block_n, kTile.num_warps, kTile.num_slots,
+    using Traits = PassTraits<Element, kTile.head_dim, kTile.block_m, kTile.block_n, kTile.num_warps,
                               kTile.blocks_per_sm>;
-    static_assert(Traits::kSharedBytes == kTile.pass_shared_bytes());
+    static_assert(kTile.paired && Traits::kSharedBytes == kTile.pass_shared_bytes());
 };
 
 template <typename Element, int kRow>
@@ -37,24 +37,30 @@ struct BackwardOf {
     static_assert(Traits::kSharedBytes == kTile.shared_bytes());
 };
 
-// Calls launch_row(integral constant of `row`) for a row of `kTable` of this head dim: only these are compiled.
+// Calls launch_row(integral constant of `row`) for a row of `kTable` of this head dim: only these are compiled; of them only the
+// first in a library for GPUs with 227 KB of shared memory alone (FLASH_ATTN_LARGE_TILES).
 template <int kHeadDim, auto const& kTable, int kRow = 0, typename LaunchRow>
 cudaError_t with_row(int row, LaunchRow launch_row) {
     if constexpr (kRow < static_cast<int>(sizeof(kTable) / sizeof(kTable[0]))) {
-        if constexpr (kTable[kRow].head_dim == kHeadDim)
+        if constexpr (kTable[kRow].head_dim == kHeadDim) {
             if (row == kRow) return launch_row(std::integral_constant<int, kRow>{});
+#ifdef FLASH_ATTN_LARGE_TILES
+            return cudaErrorInvalidValue;
+#endif
+        }
         return with_row<kHeadDim, kTable, kRow + 1>(row, launch_row);
     }
     return cudaErrorInvalidValue;
 }
 
-// Query heads whose keys and values stay in L2 while every query tile passes over them.
+// Query heads whose keys and values stay in L2 while every query tile passes over them: a divisor of their number.
 inline int section_heads(FwdParams const& p, int num_heads_k) {
     constexpr int64_t kSectionBytes = 32 << 20;
     int64_t const rows = p.total_k + (p.k_context == p.k ? 0 : p.total_context);
     int64_t const head_bytes = rows * p.head_dim * 4 + 1;
     int64_t const fit = kSectionBytes / head_bytes;
-    int const heads_k = fit < 1 ? 1 : fit > num_heads_k ? num_heads_k : static_cast<int>(fit);
+    int heads_k = fit < 1 ? 1 : fit > num_heads_k ? num_heads_k : static_cast<int>(fit);
+    while (num_heads_k % heads_k != 0) --heads_k;
     return heads_k * (p.num_heads / p.num_heads_k);
 }
 
@@ -74,7 +80,8 @@ cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
         using T = typename ForwardOf<Element, decltype(constant)::value>::Traits;
         auto const kernel = p.softcap > 0.f ? forward_kernel<T, true> : forward_kernel<T, false>;
         int64_t const blocks = static_cast<int64_t>(p.plan.num_query_items) * p.num_heads;
-        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p, section_heads(p, p.num_heads_k));
+        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
+                      Schedule(p.plan.num_query_items, section_heads(p, p.num_heads_k), p.num_heads / p.num_heads_k), Scales(p));
     });
 }
 
@@ -91,7 +98,8 @@ cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
         // One section: items are long and few, so that the list's order over all heads is what keeps the SMs busy to the end.
         int const heads_k = p.head_k_end - p.head_k_begin;
         int64_t const blocks = static_cast<int64_t>(p.fwd.plan.num_key_items) * heads_k;
-        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p, p.fwd.num_heads / p.fwd.num_heads_k, heads_k);
+        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
+                      Schedule(p.fwd.plan.num_key_items, heads_k, p.fwd.num_heads / p.fwd.num_heads_k), Scales(p.fwd));
     });
 }
 
@@ -104,8 +112,10 @@ cudaError_t run_bwd_dq(BwdParams const& p, cudaStream_t stream) {
         using T = typename DqPassOf<Element, decltype(constant)::value>::Traits;
         auto const kernel = p.fwd.softcap > 0.f ? dq_pass_kernel<T, true> : dq_pass_kernel<T, false>;
         int const heads_k = p.head_k_end - p.head_k_begin;
-        int64_t const blocks = static_cast<int64_t>(p.fwd.plan.num_query_items) * heads_k * (p.fwd.num_heads / p.fwd.num_heads_k);
-        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p, section_heads(p.fwd, heads_k));
+        int const group = p.fwd.num_heads / p.fwd.num_heads_k;
+        int64_t const blocks = static_cast<int64_t>(p.fwd.plan.num_query_items) * heads_k * group;
+        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
+                      Schedule(p.fwd.plan.num_query_items, section_heads(p.fwd, heads_k), group), Scales(p.fwd));
     });
 }
 

@@ -11,28 +11,25 @@ namespace flash_attn::sm80 {
 
 template <typename T, bool kSoftcap>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
-    dq_pass_kernel(BwdParams const __grid_constant__ p, int const section_heads) {
+    dq_pass_kernel(BwdParams const __grid_constant__ p, Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales) {
     using Element = typename T::Element;
     constexpr int kD = T::kHeadDim, MT = T::kRowTiles, NT = T::kBlockN / 8;
-    static_assert(T::kSlots == 4);  // two pairs of K and V
     extern __shared__ __align__(1024) char shared_bytes[];
     uint32_t const shared = shared_address(shared_bytes);
 
     FwdParams const& f = p.fwd;
     int index, head;
-    int const group = f.num_heads / f.num_heads_k, first_head = p.head_k_begin * group;
-    decode_block(f.plan.num_query_items, (p.head_k_end - p.head_k_begin) * group, section_heads, index, head);
-    head += first_head;
+    schedule.decode(index, head);
+    head += p.head_k_begin * static_cast<int>(schedule.group.value);
     QueryItem const item = load_item(f.plan.query_items + index);
     if (item.num_rows <= 0) return;
-    KeyTiles<T::kBlockN> const tiles(item);
-    ForwardLoader<T> const load{f, tiles, shared, head, head / group};
-    load.spans(item);
+    KeyTiles<T::kBlockN> const tiles(f.plan, index, item);
+    ForwardLoader<T> const load{f, tiles, shared, head, schedule.group.quotient(head)};
     if (tiles.num_tiles > 0) {
         load.rows(shared, f.q, f.q_row_stride, f.q_head_stride, item);
         load.rows(shared + T::kDout, p.dout, p.dout_row_stride, p.dout_head_stride, item);
-        load.keys(0, false, 0);
-        load.keys(0, true, 1);
+        load.keys(tiles.tile(0), false, 0);
+        load.keys(tiles.tile(0), true, 1);
     }
     for (int i = threadIdx.x; i < 2 * T::kBlockM; i += T::kThreads) {
         int const row = i % T::kBlockM;
@@ -41,10 +38,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     }
     copy_async_commit();
 
-    float const scale_log2 = (kSoftcap ? f.softcap : f.softmax_scale) * kLog2E;
     int const warp_row = threadIdx.x / 32 * 16 * MT;
     uint32_t const stats = shared + T::kStats + (warp_row + threadIdx.x % 32 / 4) * 4;
-    auto const exponent = [&](float x, float lse) { return exp2_fast(fmaf(x, scale_log2, -lse)); };
+    auto const exponent = [&](float x, float lse) { return exp2_fast(fmaf(x, scales.log2, -lse)); };
     auto const q_lane = lane_a<kD>(shared, warp_row);
     auto const k_lane = lane_b<kD>(shared + T::kRing, 0);
     auto const k_columns = lane_b_transposed<kD>(shared + T::kRing, 0);
@@ -54,7 +50,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         copy_async_wait<0>();
         __syncthreads();
         int const pair = 2 * (i & 1);
-        if (i + 1 < tiles.num_tiles) load.keys(i + 1, false, 2 - pair), load.keys(i + 1, true, 3 - pair);
+        if (i + 1 < tiles.num_tiles) {
+            auto const next = tiles.tile(i + 1);
+            load.keys(next, false, 2 - pair);
+            load.keys(next, true, 3 - pair);
+        }
         copy_async_commit();
 
         float s[MT][NT][4], dp[MT][NT][4];
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
                 [&](int kk, int np, uint32_t(&b)[4]) { load_matrix(b, b_lane.at(16 * np, 2 * kk)); });
         };
         scores(s, 0, pair * T::kSlotBytes);
-        if constexpr (kSoftcap) apply_softcap(s, f.softmax_scale / f.softcap);
-        if (!tiles.clean(i)) mask_tile<T>(s, shared + T::kSpans, tiles.is_context(i), tiles.first_key(i), warp_row, -INFINITY);
+        if constexpr (kSoftcap) apply_softcap(s, scales.over_softcap);
+        mask_unseen<T>(s, tiles, i, warp_row, -INFINITY);
         if constexpr (!kSoftcap) {
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt) {
@@ -110,8 +110,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         for (int nt = 0; nt < kD / 8; ++nt)
 #pragma unroll
             for (int j = 0; j < 4; ++j) dq[mt][nt][j] *= f.softmax_scale;
-    auto* out = static_cast<Element*>(p.dq) + (item.row_begin + warp_row) * p.dq_row_stride + head * p.dq_head_stride;
-    store_warp_rows<T>(dq, out, p.dq_row_stride, shared, warp_row, item.num_rows - warp_row, f.head_dim);
+    QueryItem const rows = tiles.item();
+    auto* out = static_cast<Element*>(p.dq) + (rows.row_begin + warp_row) * p.dq_row_stride + head * p.dq_head_stride;
+    store_warp_rows<T>(dq, out, p.dq_row_stride, shared, warp_row, rows.num_rows - warp_row, f.head_dim);
 }
 
 constexpr int kPostThreads = 128;  // a warp for each 16-row tile of a block

@@ -9,11 +9,13 @@
 
 namespace flash_attn::sm80 {
 
-// Forward and dQ pass: block_m query rows against tiles of block_n keys, K and V in a ring of num_slots tiles.
+// Forward and dQ pass: block_m query rows against tiles of block_n keys; slots for one tile of K and one of V, or two of each.
 struct ForwardTile {
-    int head_dim, block_m, block_n, num_warps, num_slots, blocks_per_sm;
+    int head_dim, block_m, block_n, num_warps;
+    bool paired;
+    int blocks_per_sm;
     bool ahead;  // scores run one tile ahead of P V: pays where the softmax is large beside the products
-    constexpr int shared_bytes() const { return (block_m + num_slots * block_n) * head_dim * 2 + block_m * 16; }
+    constexpr int shared_bytes() const { return (block_m + (paired ? 4 : 2) * block_n) * head_dim * 2; }
     constexpr int pass_shared_bytes() const { return shared_bytes() + block_m * (head_dim * 2 + 8); }
 };
 
@@ -30,22 +32,23 @@ struct BackwardTile {
 };
 
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 96, 4, 3, 2, true},    // registers: O 64 + S 96 + P 48
-    {64, 128, 64, 4, 3, 2, true},    // 99 KB GPUs
-    {96, 128, 64, 4, 3, 2, false},   // registers: O 96 + S 64
-    {128, 128, 64, 4, 3, 2, false},  // registers: O 128 + S 64 of 255; the third slot gains 1 %
-    {128, 128, 64, 4, 2, 2, false},  // 163 KB GPUs: two blocks would need 166 KB; 99 KB GPUs: one block
-    {192, 64, 64, 4, 2, 3, false},   // registers: O 96 + S 32 of 168; 32 rows a warp would need 192 + 64
-    {256, 64, 64, 4, 2, 2, false},   // registers: O 128 + S 32; shared memory: 97 KB
+    {64, 128, 64, 4, true, 2, true},     // registers: O 64 + S 64 + P 32; shared memory: 48 KB, two blocks on every GPU
+    {96, 128, 64, 4, true, 2, false},    // registers: O 96 + S 64
+    {96, 128, 64, 4, false, 2, false},   // 99 KB GPUs
+    {128, 128, 64, 4, true, 2, false},   // registers: O 128 + S 64 of 255; shared memory: 96 KB
+    {128, 128, 48, 4, true, 2, false},   // 163 KB GPUs: 80 KB
+    {128, 128, 64, 4, false, 2, false},  // 99 KB GPUs: one block
+    {192, 64, 64, 4, false, 3, false},   // registers: O 96 + S 32 of 168; 32 rows a warp would need 192 + 64
+    {256, 64, 64, 4, false, 2, false},   // registers: O 128 + S 32; shared memory: 96 KB
 };
 
 constexpr ForwardTile kDqTiles[] = {
-    {64, 128, 64, 4, 4, 2, false},   // registers: dQ 64 + S, dP 128
-    {96, 128, 32, 4, 4, 2, false},   // registers: dQ 96 + S, dP 64
-    {128, 128, 32, 4, 4, 2, false},  // registers: dQ 128 + S, dP 64; shared memory: 99 KB
-    {192, 64, 32, 4, 4, 2, false},   // shared memory: q, dout 24 KB each, K, V 12 KB a slot: 98 KB
-    {256, 64, 32, 4, 4, 1, false},   // shared memory: q, dout 32 KB each, K, V 16 KB a slot: 130 KB
-    {256, 64, 16, 4, 4, 2, false},   // 99 KB GPUs
+    {64, 128, 64, 4, true, 2, false},   // registers: dQ 64 + S, dP 128
+    {96, 128, 32, 4, true, 2, false},   // registers: dQ 96 + S, dP 64
+    {128, 128, 32, 4, true, 2, false},  // registers: dQ 128 + S, dP 64; shared memory: 97 KB
+    {192, 64, 32, 4, true, 2, false},   // shared memory: q, dout 24 KB each, K, V 12 KB a slot: 97 KB
+    {256, 64, 32, 4, true, 1, false},   // shared memory: q, dout 32 KB each, K, V 16 KB a slot: 129 KB
+    {256, 64, 16, 4, true, 2, false},   // 99 KB GPUs
 };
 
 constexpr BackwardTile kBackwardTiles[] = {
@@ -74,10 +77,10 @@ struct WideTile {
     constexpr int exchange_bytes(int values) const { return num_warps * 32 * 4 * values; }  // 4-byte values of a thread
     constexpr int stream_bytes() const { return 16 * block_stream + 64 + 8 * 128; }         // lse and D twice, item, list
     // A thread shares all its scores in the forward; else half of them, and as an operand half of the probabilities.
-    constexpr int forward_bytes() const { return tile_bytes(1) + exchange_bytes(block_stream / 2) + block_rows * 16; }
+    constexpr int forward_bytes() const { return tile_bytes(1) + exchange_bytes(block_stream / 2); }
     constexpr int dv_bytes() const { return tile_bytes(1) + exchange_bytes(block_stream * 3 / 8) + stream_bytes(); }
     constexpr int dk_bytes() const { return tile_bytes(2) + exchange_bytes(block_stream * 5 / 8) + stream_bytes(); }
-    constexpr int dq_bytes() const { return tile_bytes(2) + exchange_bytes(block_stream * 5 / 8) + block_rows * 24; }
+    constexpr int dq_bytes() const { return tile_bytes(2) + exchange_bytes(block_stream * 5 / 8) + block_rows * 8; }
 };
 
 constexpr int kWideItemRows = 64;  // rows (keys) of an item; tiles of fewer rows take it in parts

@@ -7,28 +7,28 @@
 
 namespace flash_attn::sm80 {
 
-// Forward: each warp owns kRowTiles x 16 query rows, all keys of a tile and the whole head dim. K and V tiles take turns in
-// a ring of kSlots. kAhead: the scores run one tile ahead of P V, and a tile's softmax mixes with the products of the one before.
-template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps, int kSlots_, int kBlocksPerSm_, bool kAhead_ = false>
+// Forward: each warp owns kRowTiles x 16 query rows, all keys of a tile and the whole head dim. Slots for one tile of K and of V,
+// or (kPaired) two of each. kAhead: the scores run one tile ahead of P V, and a tile's softmax mixes with the products of the one
+// before.
+template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps, bool kPaired_, int kBlocksPerSm_, bool kAhead_ = false>
 struct ForwardTraits {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kSlots = kSlots_;
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kSlots = kPaired_ ? 4 : 2;
     static constexpr int kThreads = 32 * kWarps, kBlocksPerSm = kBlocksPerSm_;
-    static constexpr bool kAhead = kAhead_;
+    static constexpr bool kPaired = kPaired_, kAhead = kAhead_;
     static constexpr int kRowTiles = kBlockM / (16 * kWarps);
-    static_assert(kRowTiles * 16 * kWarps == kBlockM && kBlockN % 16 == 0 && kSlots >= 2);
+    static_assert(kRowTiles * 16 * kWarps == kBlockM && kBlockN % 16 == 0);
 
     static constexpr int kQueryBytes = kBlockM * kHeadDim * 2, kSlotBytes = kBlockN * kHeadDim * 2;
-    static constexpr int kRing = kQueryBytes, kSpans = kRing + kSlots * kSlotBytes;
-    static constexpr int kSharedBytes = kSpans + kBlockM * 16;
+    static constexpr int kRing = kQueryBytes, kSharedBytes = kRing + kSlots * kSlotBytes;
 };
 
 // dQ pass: the forward's shape with dO beside Q, and P, dP, dS in registers.
-template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps, int kSlots_, int kBlocksPerSm_>
-struct PassTraits : ForwardTraits<Element_, kHeadDim_, kBlockM_, kBlockN_, kWarps, kSlots_, kBlocksPerSm_> {
-    using Base = ForwardTraits<Element_, kHeadDim_, kBlockM_, kBlockN_, kWarps, kSlots_, kBlocksPerSm_>;
+template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps, int kBlocksPerSm_>
+struct PassTraits : ForwardTraits<Element_, kHeadDim_, kBlockM_, kBlockN_, kWarps, true, kBlocksPerSm_> {
+    using Base = ForwardTraits<Element_, kHeadDim_, kBlockM_, kBlockN_, kWarps, true, kBlocksPerSm_>;
     static constexpr int kDout = Base::kQueryBytes, kRing = 2 * Base::kQueryBytes;
-    static constexpr int kSpans = kRing + kSlots_ * Base::kSlotBytes, kStats = kSpans + kBlockM_ * 16;  // lse, then D
+    static constexpr int kStats = kRing + 4 * Base::kSlotBytes;  // lse, then D
     static constexpr int kSharedBytes = kStats + 2 * kBlockM_ * 4;
 };
 

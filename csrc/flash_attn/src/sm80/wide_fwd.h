@@ -45,12 +45,11 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_forward_kernel(FwdParams 
     decode_block(p.plan.num_query_items * num_parts, p.num_heads, section_heads, index, head);
     QueryItem const item = part_of_item<T>(load_item(p.plan.query_items + index / num_parts), index % num_parts);
     if (item.num_rows <= 0) return;
-    KeyTiles<T::kBlockN> const tiles(item);
+    KeyTiles<T::kBlockN> const tiles(p.plan, index / num_parts, item);
     ForwardLoader<T> const load{p, tiles, shared, head, head / (p.num_heads / p.num_heads_k)};
-    load.spans(item);
     if (tiles.num_tiles > 0) {
         load.rows(shared, p.q, p.q_row_stride, p.q_head_stride, item);
-        load.keys(0, false, 0);
+        load.keys(tiles.tile(0), false, 0);
     }
     copy_async_commit();
 
@@ -62,13 +61,13 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_forward_kernel(FwdParams 
     for (int i = 0; i < tiles.num_tiles; ++i) {
         copy_async_wait<0>();
         __syncthreads();  // K_i is there, V_(i-1) done with
-        load.keys(i, true, 1);
+        load.keys(tiles.tile(i), true, 1);
         copy_async_commit();
         float s[1][T::kTiles][4];
         warp.template scores<false>(s, 0, T::kRing);
         warp.add_all(s);
         if constexpr (kSoftcap) apply_softcap(s, p.softmax_scale / p.softcap);
-        if (!tiles.clean(i)) mask_tile<T>(s, shared + T::kSpans, tiles.is_context(i), tiles.first_key(i), warp.first_row(), -INFINITY);
+        mask_unseen<T>(s, tiles, i, index % num_parts * T::kBlockM + warp.first_row(), -INFINITY);
         uint32_t prob[T::kTiles / 2][1][4];
         SoftmaxTile<typename T::Element, 1, T::kTiles> tile(softmax, s, prob, scale_log2);
         tile.maxima(0, tile.kUnits);
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_forward_kernel(FwdParams 
         tile.exponentials(0, tile.kUnits);
         copy_async_wait<0>();
         __syncthreads();  // V_i is there, K_i done with
-        if (i + 1 < tiles.num_tiles) load.keys(i + 1, false, 0);
+        if (i + 1 < tiles.num_tiles) load.keys(tiles.tile(i + 1), false, 0);
         copy_async_commit();
         uint32_t operand[T::kTiles / 2][4];
 #pragma unroll

@@ -26,8 +26,7 @@ struct WideQueryTraits : Shape {
     static constexpr int kExchange = kRing + 2 * Shape::kSlotBytes;
     // All scores of a thread; or half of its scores twice (S, dP), then half of its dS as an operand.
     static constexpr int kPacked = kExchange + (kNumStays == 1 ? Shape::kTiles : 2 * (Shape::kTiles / 2)) * Shape::kFragmentBytes;
-    static constexpr int kSpans = kPacked + (kNumStays == 1 ? 0 : Shape::kTiles / 4) * Shape::kFragmentBytes;
-    static constexpr int kStats = kSpans + kBlockM * 16;  // lse, then D
+    static constexpr int kStats = kPacked + (kNumStays == 1 ? 0 : Shape::kTiles / 4) * Shape::kFragmentBytes;  // lse, then D
     static constexpr int kSharedBytes = kStats + (kNumStays == 1 ? 0 : 8 * kBlockM);
 };
 
