@@ -28,5 +28,6 @@ def test_equal_to_windows_on_the_replicated_batch(
     )
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         want = replicated(case, window_size)
+    magnitude = max(float(x.abs().max()) for x in want.values())  # rows that see themselves alone: dq is 0
     for name, x in want.items():
-        assert_close(name, got[name], low[name], x, case.dtype)
+        assert_close(name, got[name], low[name], x, case.dtype, magnitude)

@@ -65,72 +65,86 @@ __device__ __forceinline__ void score_gradients(float (&dp)[1][NT][4], float con
         }
 }
 
-// What the dV and dK passes do before their loop: the (part of the) item, its stationary keys, the list of row blocks.
-template <typename T, bool kValues>
+// What the dV and dK passes share: the (part of the) item, its stationary keys, and the row blocks that pass by. Its state
+// lies in shared memory (RowBlocks).
+template <typename T>
 struct KeyStationary {
     uint32_t const shared;
     BwdParams const& p;
-    RowBlocks<T> const blocks;
-    BackwardLoader<T> const load;
-    int head_k;
-    bool empty;
+    int const group;  // query heads of a kv head
 
-    __device__ __forceinline__ KeyStationary(uint32_t shared_, BwdParams const& p_, int group, int num_parts, int section_heads)
-        : shared(shared_), p(p_), blocks{shared_, p_.fwd.plan.block_span, group}, load{p_, blocks, shared_} {
+    __device__ __forceinline__ RowBlocks<T> blocks() const { return {shared, p.fwd.plan.block_span, group}; }
+
+    // Starts the loads of k (and v) and lists the first row blocks; false where there is no such item.
+    template <bool kValues>
+    __device__ __forceinline__ bool start(int num_parts, int section_heads) const {
         FwdParams const& f = p.fwd;
-        int index;
+        int index, head_k;
         decode_block(f.plan.num_key_items * num_parts, p.head_k_end - p.head_k_begin, section_heads, index, head_k);
         head_k += p.head_k_begin;
         int4 const low = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index / num_parts));
         int4 const high = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index / num_parts) + 1);
         int const skipped = index % num_parts * T::kBlockN;
         KeyItem const item{low.x, low.y + skipped, min(low.z - skipped, T::kBlockN), low.w, high.x, high.y, high.z, 0};
-        empty = item.num_keys <= 0;
-        if (empty) return;
+        if (item.num_keys <= 0) return false;
         int const num_seen = count_seen_keys<T::kThreads>(f.plan, item, shared + T::kStats);
         bool const context = item.region != 0;
         keys(T::kKey, item, num_seen, context ? f.k_context : f.k, context ? f.k_context_row_stride : f.k_row_stride,
-             context ? f.k_context_head_stride : f.k_head_stride);
+             head_k * (context ? f.k_context_head_stride : f.k_head_stride));
         if constexpr (kValues)
             keys(T::kValue, item, num_seen, context ? f.v_context : f.v, context ? f.v_context_row_stride : f.v_row_stride,
-                 context ? f.v_context_head_stride : f.v_head_stride);
+                 head_k * (context ? f.v_context_head_stride : f.v_head_stride));
         if (threadIdx.x < 32) {
-            if (threadIdx.x == 0) blocks.start(item, head_k);
+            if (threadIdx.x == 0) blocks().start(item, head_k);
             __syncwarp();
-            blocks.refill(0);
+            blocks().refill(0);
         }
         __syncthreads();
+        return true;
     }
-    __device__ __forceinline__ void keys(uint32_t tile, KeyItem const& item, int num_seen, void const* base, int64_t row_stride, int64_t head_stride) const {
-        auto const* source = static_cast<typename T::Element const*>(base) + item.key_begin * row_stride + head_k * head_stride;
+    __device__ __forceinline__ void keys(uint32_t tile, KeyItem const& item, int num_seen, void const* base, int64_t row_stride,
+                                         int64_t head_offset) const {
+        auto const* source = static_cast<typename T::Element const*>(base) + item.key_begin * row_stride + head_offset;
         load_rows<T::kBlockN, T::kHeadDim, T::kThreads>(shared + tile, source, row_stride, 0, num_seen, p.fwd.head_dim);
     }
+    __device__ bool more(int i) const { return blocks().head(i) >= 0; }
     // Rows of pair i into a slot: q with lse and D, or dout. Nothing behind the last pair.
-    __device__ void query(int i, int slot) const {
-        int const head = blocks.head(i), m = blocks.block(i);
+    __device__ __forceinline__ void query(int i, int slot) const {
+        RowBlocks<T> const rows = blocks();
+        BackwardLoader<T> const load{p, rows, shared};
+        int const head = rows.head(i), m = rows.block(i);
         if (head < 0) return;
         load.rows(shared + T::kRing + slot * T::kSlotBytes, p.fwd.q, p.fwd.q_row_stride, p.fwd.q_head_stride, head, m);
         load.stats(i & 1, head, m);
     }
-    __device__ void dout(int i, int slot) const {
-        load.rows(shared + T::kRing + slot * T::kSlotBytes, p.dout, p.dout_row_stride, p.dout_head_stride, blocks.head(i), blocks.block(i));
+    __device__ __forceinline__ void dout(int i, int slot) const {
+        RowBlocks<T> const rows = blocks();
+        BackwardLoader<T> const load{p, rows, shared};
+        load.rows(shared + T::kRing + slot * T::kSlotBytes, p.dout, p.dout_row_stride, p.dout_head_stride, rows.head(i), rows.block(i));
     }
-    __device__ void refill(int i) const {
-        if (i > 0 && i % RowBlocks<T>::kPeriod == 0 && threadIdx.x < 32) blocks.refill(i);
+    __device__ __forceinline__ void refill(int i) const {
+        if (i > 0 && i % RowBlocks<T>::kPeriod == 0 && threadIdx.x < 32) blocks().refill(i);
     }
     __device__ uint32_t stats(int i) const { return shared + T::kStats + (i & 1) * T::kStatBytes; }
 
     template <int NT>
     __device__ __forceinline__ void mask(float (&own)[1][NT][4], int i, WideWarp<T> const& warp) const {
-        if (blocks.clean(i)) return;
-        int const begin = blocks.key_begin();
-        mask_columns(own, p.fwd, blocks.region() != 0, begin + blocks.num_keys(), begin + warp.first_row(),
-                     blocks.block(i) * T::kBlockM + warp.first_column());
+        RowBlocks<T> const rows = blocks();
+        if (rows.clean(i)) return;
+        int const begin = rows.key_begin();
+        mask_columns(own, p.fwd, rows.region() != 0, begin + rows.num_keys(), begin + warp.first_row(),
+                     rows.block(i) * T::kBlockM + warp.first_column());
     }
-    __device__ void store(float const (&acc)[1][T::kOutTiles][4], WideWarp<T> const& warp, void* base, int64_t row_stride,
-                          int64_t head_stride) const {
-        auto* to = static_cast<typename T::Element*>(base) + blocks.key_begin() * row_stride + head_k * head_stride;
-        warp.store(acc, to, row_stride, T::kKey, blocks.num_keys(), p.fwd.head_dim);
+    // acc to the item's rows of dk or dv: the context's tensor, or the decoded keys'.
+    __device__ __forceinline__ void store(float const (&acc)[1][T::kOutTiles][4], WideWarp<T> const& warp, void* to_context,
+                                          int64_t context_row_stride, int64_t context_head_stride, void* to_decoded, int64_t row_stride,
+                                          int64_t head_stride) const {
+        RowBlocks<T> const rows = blocks();
+        bool const context = rows.region() != 0;
+        int64_t const stride = context ? context_row_stride : row_stride;
+        auto* to = static_cast<typename T::Element*>(context ? to_context : to_decoded) + rows.key_begin() * stride +
+                   rows.head_k() * (context ? context_head_stride : head_stride);
+        warp.store(acc, to, stride, T::kKey, rows.num_keys(), p.fwd.head_dim);
     }
 };
 
@@ -140,8 +154,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dv_kernel(BwdParams const
     extern __shared__ __align__(1024) char shared_bytes[];
     uint32_t const shared = shared_address(shared_bytes);
     FwdParams const& f = p.fwd;
-    KeyStationary<T, false> const stay(shared, p, group, num_parts, section_heads);
-    if (stay.empty) return;
+    KeyStationary<T> const stay{shared, p, group};
+    if (!stay.template start<false>(num_parts, section_heads)) return;
     stay.query(0, 0);
     copy_async_commit();
 
@@ -150,7 +164,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dv_kernel(BwdParams const
     float const scale_log2 = (kSoftcap ? f.softcap : f.softmax_scale) * kLog2E;
     float dv[1][T::kOutTiles][4];
     clear(dv);
-    for (int i = 0; stay.blocks.head(i) >= 0; ++i) {
+    for (int i = 0; stay.more(i); ++i) {
         copy_async_wait<0>();
         __syncthreads();  // q_i is there, dout_(i-1) done with
         stay.refill(i);
@@ -177,9 +191,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dv_kernel(BwdParams const
     }
     copy_async_wait<0>();
     __syncthreads();  // the key tile becomes staging
-    bool const context = stay.blocks.region() != 0;
-    stay.store(dv, warp, context ? p.dv_context : p.dv, context ? p.dv_context_row_stride : p.dv_row_stride,
-               context ? p.dv_context_head_stride : p.dv_head_stride);
+    stay.store(dv, warp, p.dv_context, p.dv_context_row_stride, p.dv_context_head_stride, p.dv, p.dv_row_stride,
+               p.dv_head_stride);
 }
 
 template <typename T, bool kSoftcap>
@@ -188,8 +201,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dk_kernel(BwdParams const
     extern __shared__ __align__(1024) char shared_bytes[];
     uint32_t const shared = shared_address(shared_bytes);
     FwdParams const& f = p.fwd;
-    KeyStationary<T, true> const stay(shared, p, group, num_parts, section_heads);
-    if (stay.empty) return;
+    KeyStationary<T> const stay{shared, p, group};
+    if (!stay.template start<true>(num_parts, section_heads)) return;
     stay.query(0, 0);
     copy_async_commit();
 
@@ -198,7 +211,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dk_kernel(BwdParams const
     float const scale_log2 = (kSoftcap ? f.softcap : f.softmax_scale) * kLog2E;
     float dk[1][T::kOutTiles][4];
     clear(dk);
-    for (int i = 0; stay.blocks.head(i) >= 0; ++i) {
+    for (int i = 0; stay.more(i); ++i) {
         uint32_t const first = T::kRing + (i & 1) * T::kSlotBytes, second = T::kRing + (1 - (i & 1)) * T::kSlotBytes;
         copy_async_wait<0>();
         __syncthreads();  // q_i is there, q_(i-1) done with
@@ -233,9 +246,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dk_kernel(BwdParams const
     copy_async_wait<0>();
     __syncthreads();  // the key tile becomes staging
     scale_by(dk, f.softmax_scale);
-    bool const context = stay.blocks.region() != 0;
-    stay.store(dk, warp, context ? p.dk_context : p.dk, context ? p.dk_context_row_stride : p.dk_row_stride,
-               context ? p.dk_context_head_stride : p.dk_head_stride);
+    stay.store(dk, warp, p.dk_context, p.dk_context_row_stride, p.dk_context_head_stride, p.dk, p.dk_row_stride,
+               p.dk_head_stride);
 }
 
 template <typename T, bool kSoftcap>
@@ -250,12 +262,13 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dq_kernel(BwdParams const
     head += p.head_k_begin * group;
     QueryItem const item = part_of_item<T>(load_item(f.plan.query_items + index / num_parts), index % num_parts);
     if (item.num_rows <= 0) return;
-    KeyTiles<T::kBlockN> const tiles(f.plan, index / num_parts, item);
+    KeyTiles<T::kBlockN> const tiles(item);
     ForwardLoader<T> const load{f, tiles, shared, head, head / group};
+    load.spans(item);
     if (tiles.num_tiles > 0) {
         load.rows(shared, f.q, f.q_row_stride, f.q_head_stride, item);
         load.rows(shared + T::kDout, p.dout, p.dout_row_stride, p.dout_head_stride, item);
-        load.keys(tiles.tile(0), false, 0);
+        load.keys(0, false, 0);
     }
     for (int i = threadIdx.x; i < 2 * T::kBlockM; i += T::kThreads) {
         int const row = i % T::kBlockM;
@@ -274,7 +287,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dq_kernel(BwdParams const
         uint32_t const first = T::kRing + (i & 1) * T::kSlotBytes, second = T::kRing + (1 - (i & 1)) * T::kSlotBytes;
         copy_async_wait<0>();
         __syncthreads();  // K_i is there, K_(i-1) done with
-        load.keys(tiles.tile(i), true, 1 - (i & 1));
+        load.keys(i, true, 1 - (i & 1));
         copy_async_commit();
         float s[1][T::kTiles][4], dp[1][T::kTiles][4], own_s[1][kOwn][4], own_dp[1][kOwn][4];
         warp.template scores<true>(s, 0, first);
@@ -287,7 +300,9 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dq_kernel(BwdParams const
         warp.slab_barrier();
         warp.add_half(own_dp, dp, 1);
         if constexpr (kSoftcap) apply_softcap(own_s, f.softmax_scale / f.softcap);
-        mask_unseen<T>(own_s, tiles, i, index % num_parts * T::kBlockM + warp.first_row(), -INFINITY, warp.first_column());
+        if (!tiles.clean(i))
+            mask_tile<T>(own_s, shared + T::kSpans, tiles.is_context(i), tiles.first_key(i) + warp.first_column(), warp.first_row(),
+                         -INFINITY);
         float const lse[2] = {load_shared(stats), load_shared(stats + 32)};
         float const delta[2] = {load_shared(stats + T::kBlockM * 4), load_shared(stats + T::kBlockM * 4 + 32)};
         score_gradients<kSoftcap>(
@@ -295,7 +310,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dq_kernel(BwdParams const
         uint32_t operand[kOwn][4];
         warp.send_operand(operand, own_dp);
         __syncthreads();  // V_i done with, the partner's dS sent
-        if (i + 1 < tiles.num_tiles) load.keys(tiles.tile(i + 1), false, 1 - (i & 1));
+        if (i + 1 < tiles.num_tiles) load.keys(i + 1, false, 1 - (i & 1));
         copy_async_commit();
         warp.receive_operand(operand);
         warp.template accumulate<true>(dq, operand, first);
