@@ -194,7 +194,7 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     packed, advantages = make_batch(options, config.vocab_size, replica, device)
     batch = ulysses.shard(packed, mesh.get_group("sp"), method=options.method, num_chunks=options.num_chunks)
     optimizer = {
-        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-6),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-6, fused=device.type == "cuda"),
         "sgd": lambda p: torch.optim.SGD(p, lr=1e-6),
         "none": lambda p: None,
     }[options.optimizer](policy.parameters())
