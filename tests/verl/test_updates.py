@@ -84,6 +84,20 @@ def test_outputs_of_prompts_are_those_of_the_plain_engine(folder):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_bf16_is_as_near_to_fp32_as_the_plain_engine(folder):
+    """veRL's default precision: weights gathered in bf16, autocast, gradients reduced in fp32."""
+    precision = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    options = {"num_steps": 1, "num_mini_batches": 1, "engine": {**EIGHT, "mixed_precision": precision}}
+    exact = run("sdpa", folder, num_steps=1, num_mini_batches=1, engine=EIGHT)
+    plain, shared = (run(attention, folder, **options) for attention in ("sdpa", "dualkv"))
+    for name in ("log_probs", "entropies"):
+        low, ours, high = (getattr(r, name)[0].double() for r in (plain, shared, exact))
+        assert (low - high).norm() > 1e-3 * high.norm()  # it did run in bf16
+        assert (ours - high).norm() <= 1.5 * (low - high).norm()
+    low, ours, high = (r.metrics[0]["grad_norm"][0] for r in (plain, shared, exact))
+    assert abs(ours - high) <= 2 * abs(low - high) + 0.01 * high
+
+
 def test_two_epochs_over_shuffled_mini_batches(folder):
     settings = {"epochs": 2, "dataloader_kwargs": {"shuffle": True}}
     options = {"settings": settings, "num_steps": 1, "engine": EIGHT, "lens": (OTHER,)}
