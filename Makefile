@@ -36,6 +36,7 @@ test-gpu:  ## the GPU tests, both code paths and the composed backend, in the Py
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) tests/gpu/run_isolated.py --out benchmarks/results/$(GPU)/tests.json $(ARGS)
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(wildcard tests/test_*.py) --ignore-glob "tests/gpu/test_*" -m "gpu or multi_gpu" --gpu-report benchmarks/results/$(GPU)/tests_composed.json
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu/test_gpu_sharded.py
 
 install:  ## install into the Python that runs (CUDA library where a GPU is visible or FLASH_ATTN_CUDA_ARCHS is set)
 	$(PYTHON) -m pip install "setuptools>=77" wheel ninja
