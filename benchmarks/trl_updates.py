@@ -302,6 +302,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--timed-tokens", type=int, default=2**20, help="of a replicated update that run; at least 2 calls"
     )
+    parser.add_argument(
+        "--cost-model", type=Path, metavar="FILE", help="calibration: read if there, else made and written"
+    )
     parser.add_argument("--calibrate", type=float, default=60.0, metavar="SECONDS", help="0: count FLOPs")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(arguments)
@@ -318,9 +321,13 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     else:
         about = {"gpu": "cpu", "torch": torch.__version__}
         about["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    if options.calibrate:
+    if options.cost_model is not None and options.cost_model.exists():
+        bench.cost_model = type(bench.cost_model).from_dict(json.loads(options.cost_model.read_text()))
+    elif options.calibrate:
         bench.calibrate(options.calibrate)
         print(f"cost model: {bench.cost_model}")
+        if options.cost_model is not None:
+            options.cost_model.write_text(json.dumps(bench.cost_model.as_dict()))
     rows: list[dict[str, Any]] = []
     for cell in options.cells or grid(options):
         found = measure(bench, cell, options.providers)

@@ -12,10 +12,12 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-# Generator and difficulty, such that a model of 135M parameters earns something, not everything.
+# Generator (behind a colon: a variant's name) and difficulty, such that a model of 135M parameters earns
+# something, not everything.
 GENERATORS: dict[str, dict[str, Any]] = {
     "word_sorting": {"min_words": 3, "max_words": 3, "max_word_length": 8},
     "letter_counting": {"max_words": 7},
+    "letter_counting:short": {"min_words": 2, "max_words": 4},
     "calendar_arithmetic": {},
     "gsm_symbolic": {},
 }
@@ -41,7 +43,7 @@ class TaskSource:
         import reasoning_gym
 
         def create(size: int, seed: int) -> Any:
-            return reasoning_gym.create_dataset(name, size=size, seed=seed, **GENERATORS[name])
+            return reasoning_gym.create_dataset(name.split(":")[0], size=size, seed=seed, **GENERATORS[name])
 
         self._questions = create(num_tasks, seed)
         self._tokenizer = tokenizer
