@@ -173,7 +173,7 @@ def print_report(record: dict[str, Any]) -> None:
         print(f"{name:<16}{phase['seconds']:>10.3f}{peak:>10}")
     print(f"{'update':<16}{record['update_seconds']:>10.3f}\n\n{'memory of a rank':<28}{'GiB':>8}")
     for name, gib in record["memory_gib"].items():
-        print(f"{name:<28}{gib:>8.2f}")
+        print(f"{name:<28}{gib:>8.3f}")
 
 
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
