@@ -20,6 +20,7 @@ constexpr Tiles kTiles[] = {
     {128, 128, 128, 96, 128},  // S 64 + P 32 + O 64, 192 KB | S 48 + dP 48 + dQ 64, 160 KB
     {192, 128, 96, 64, 64},    // S 48 + P 24 + O 96, 192 KB | S 32 + dP 32 + dQ 96, 192 KB
     {256, 128, 64, 32, 64},    // S 32 + P 16 + O 128, 192 KB | S 16 + dP 16 + dQ 128, 192 KB
+    {512, 64, 64, 32, 64},     // two blocks an item, roles for warpgroups: pair_traits.h
 };
 
 constexpr Tiles tiles(int head_dim) {
