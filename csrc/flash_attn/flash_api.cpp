@@ -150,8 +150,9 @@ struct Call {
         params.lse = static_cast<float*>(lse.data_ptr()), params.lse_head_stride = lse.stride(0);
     }
 
-    // A zero for persistent schedulers.
+    // A zero for the persistent schedulers of the sm_90a path.
     void reset_counter(cudaStream_t stream) {
+        if (kernels->arch != 90) return;
         if (!params.tile_counter) {
             tile_counter = new_bytes(q, 16);
             params.tile_counter = static_cast<int*>(tile_counter.data_ptr());

@@ -9,8 +9,6 @@ namespace flash_attn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 16;  // threads a row: one pass for head dim 128
-constexpr int kRows = kThreads / kLanes;
 constexpr int kVector = 8;  // elements of 16 bytes
 
 __device__ float2 to_float2(__nv_bfloat162 x) { return __bfloat1622float2(x); }
@@ -29,9 +27,10 @@ __device__ float dot(uint4 const& a, uint4 const& b) {
     return sum;
 }
 
-template <typename Pair>
+// kLanes threads a row: one pass for head dim 64 or 128.
+template <typename Pair, int kLanes>
 __global__ void __launch_bounds__(kThreads) bwd_preprocess_kernel(__grid_constant__ BwdParams const p, int accum_head_dim) {
-    int64_t const row = int64_t(blockIdx.x) * kRows + threadIdx.x / kLanes;
+    int64_t const row = int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
     int const lane = threadIdx.x % kLanes;
     int const heads_per_kv = p.fwd.num_heads / p.fwd.num_heads_k;
     int const chunk_head = blockIdx.y, head = p.head_k_begin * heads_per_kv + chunk_head;
@@ -59,13 +58,19 @@ __global__ void __launch_bounds__(kThreads) bwd_preprocess_kernel(__grid_constan
     }
 }
 
+template <typename Pair, int kLanes>
+void start(BwdParams const& p, int accum_head_dim, cudaStream_t stream) {
+    int const heads = (p.head_k_end - p.head_k_begin) * (p.fwd.num_heads / p.fwd.num_heads_k);
+    dim3 const grid(unsigned(p.rows_padded / (kThreads / kLanes)), heads);  // rows_padded is a multiple of 128
+    bwd_preprocess_kernel<Pair, kLanes><<<grid, kThreads, 0, stream>>>(p, accum_head_dim);
+}
+
 }  // namespace
 
 cudaError_t run_bwd_preprocess(BwdParams const& p, bool is_bf16, int accum_head_dim, cudaStream_t stream) {
-    int const heads = (p.head_k_end - p.head_k_begin) * (p.fwd.num_heads / p.fwd.num_heads_k);
-    dim3 const grid(unsigned(p.rows_padded / kRows), heads);  // rows_padded is a multiple of 128
-    if (is_bf16) bwd_preprocess_kernel<__nv_bfloat162><<<grid, kThreads, 0, stream>>>(p, accum_head_dim);
-    else bwd_preprocess_kernel<__half2><<<grid, kThreads, 0, stream>>>(p, accum_head_dim);
+    auto const run = is_bf16 ? (accum_head_dim > 64 ? start<__nv_bfloat162, 16> : start<__nv_bfloat162, 8>)
+                             : (accum_head_dim > 64 ? start<__half2, 16> : start<__half2, 8>);
+    run(p, accum_head_dim, stream);
     return cudaGetLastError();
 }
 
