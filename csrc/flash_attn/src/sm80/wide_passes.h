@@ -262,13 +262,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dq_kernel(BwdParams const
     head += p.head_k_begin * group;
     QueryItem const item = part_of_item<T>(load_item(f.plan.query_items + index / num_parts), index % num_parts);
     if (item.num_rows <= 0) return;
-    KeyTiles<T::kBlockN> const tiles(item);
+    KeyTiles<T::kBlockN> const tiles(f.plan, index / num_parts, item);
     ForwardLoader<T> const load{f, tiles, shared, head, head / group};
-    load.spans(item);
     if (tiles.num_tiles > 0) {
         load.rows(shared, f.q, f.q_row_stride, f.q_head_stride, item);
         load.rows(shared + T::kDout, p.dout, p.dout_row_stride, p.dout_head_stride, item);
-        load.keys(0, false, 0);
+        load.keys(tiles.tile(0), false, 0);
     }
     for (int i = threadIdx.x; i < 2 * T::kBlockM; i += T::kThreads) {
         int const row = i % T::kBlockM;
@@ -287,7 +286,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dq_kernel(BwdParams const
         uint32_t const first = T::kRing + (i & 1) * T::kSlotBytes, second = T::kRing + (1 - (i & 1)) * T::kSlotBytes;
         copy_async_wait<0>();
         __syncthreads();  // K_i is there, K_(i-1) done with
-        load.keys(i, true, 1 - (i & 1));
+        load.keys(tiles.tile(i), true, 1 - (i & 1));
         copy_async_commit();
         float s[1][T::kTiles][4], dp[1][T::kTiles][4], own_s[1][kOwn][4], own_dp[1][kOwn][4];
         warp.template scores<true>(s, 0, first);
@@ -300,9 +299,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dq_kernel(BwdParams const
         warp.slab_barrier();
         warp.add_half(own_dp, dp, 1);
         if constexpr (kSoftcap) apply_softcap(own_s, f.softmax_scale / f.softcap);
-        if (!tiles.clean(i))
-            mask_tile<T>(own_s, shared + T::kSpans, tiles.is_context(i), tiles.first_key(i) + warp.first_column(), warp.first_row(),
-                         -INFINITY);
+        mask_unseen<T>(own_s, tiles, i, index % num_parts * T::kBlockM + warp.first_row(), -INFINITY, warp.first_column());
         float const lse[2] = {load_shared(stats), load_shared(stats + 32)};
         float const delta[2] = {load_shared(stats + T::kBlockM * 4), load_shared(stats + T::kBlockM * 4 + 32)};
         score_gradients<kSoftcap>(
@@ -310,7 +307,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) wide_dq_kernel(BwdParams const
         uint32_t operand[kOwn][4];
         warp.send_operand(operand, own_dp);
         __syncthreads();  // V_i done with, the partner's dS sent
-        if (i + 1 < tiles.num_tiles) load.keys(i + 1, false, 1 - (i & 1));
+        if (i + 1 < tiles.num_tiles) load.keys(tiles.tile(i + 1), false, 1 - (i & 1));
         copy_async_commit();
         warp.receive_operand(operand);
         warp.template accumulate<true>(dq, operand, first);
