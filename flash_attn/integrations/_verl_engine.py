@@ -53,6 +53,10 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
         if self._shares:
             check_model(module, training=not self.engine_config.forward_only)
             self._cost_model = flop_cost_model(module)
+            # veRL also keeps the setting as an attribute, which goes into checkpoints: they would not load
+            # where "dualkv" is unknown.
+            for config in (unwrap(module).config, self.model_config.hf_config):
+                vars(config).pop("attn_implementation", None)
             if self.use_ulysses_sp:
                 register_ulysses()
                 unwrap(module).set_attn_implementation(ULYSSES_NAME)

@@ -111,6 +111,15 @@ def test_models_that_packs_are_wrong_for_are_refused(folder):
         make_worker(model_path(folder, "qwen3_next"))
 
 
+def test_checkpoints_do_not_name_the_attention(folder, tmp_path):
+    """They load where "dualkv" is unknown."""
+    worker = make_worker(model_path(folder))
+    log_probs(worker, make_batch(LENS))
+    assert worker.engine.module.config._attn_implementation == "dualkv"
+    worker.engine.module.config.save_pretrained(tmp_path)
+    assert "dualkv" not in (tmp_path / "config.json").read_text()
+
+
 def test_an_engine_of_another_model_in_the_process_is_left_alone(folder):
     """A model without the plug-in's settings runs in the plug-in's engine as in veRL's."""
     from flash_attn.integrations._verl_settings import wants_sharing
