@@ -175,17 +175,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     model = build(options)
     steps = Steps(model, options)
-    packed = measured(steps, "packed", steps.packed, options.repeats)
-    rows = [
-        measured(steps, f"replicated, {n}", lambda n=n: steps.replicated(n), 1) for n in options.replicated
-    ]
-    total = options.num_responses * (options.prompt_len + options.response_len)
-    difference = None
-    first = next((r["first_log_probs"] for r in rows if "first_log_probs" in r), None)
-    if first is not None and "first_log_probs" in packed:
-        difference = float((first - packed["first_log_probs"]).abs().max())
-    for row in (packed, *rows):
-        row.pop("first_log_probs", None)
     machine: dict[str, Any] = {"commit": None}
     backends = {}
     if options.device == "cuda":
@@ -194,17 +183,35 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         machine = environment() | {"memory_gib": torch.cuda.mem_get_info()[1] / 2**30}
         backends = {str(d): flash_attn.backend("cuda", head_dim=d) for d in (256, 512)}
     names = ("shape", "num_layers", "prompt_len", "response_len", "num_responses", "dtype")
-    return {
+    total = options.num_responses * (options.prompt_len + options.response_len)
+    record: dict[str, Any] = {
         "machine": machine,
         "case": {name: getattr(options, name) for name in names},
         "parameters": sum(p.numel() for p in model.parameters()),
         "backends": backends,
-        "packed": packed,
-        "replicated": rows,
+        "replicated": [],
         "replicated_tokens": total,
-        "replicated_estimate_gib": estimate(rows, total),
-        "log_prob_difference": difference,
+        "replicated_estimate_gib": None,
+        "log_prob_difference": None,
     }
+    record["packed"] = measured(steps, "packed", steps.packed, options.repeats)
+    packed_first = record["packed"].pop("first_log_probs", None)
+    save(record, options.out)
+    for count in options.replicated:
+        row = measured(steps, f"replicated, {count}", lambda n=count: steps.replicated(n), 1)
+        first = row.pop("first_log_probs", None)
+        if first is not None and packed_first is not None and record["log_prob_difference"] is None:
+            record["log_prob_difference"] = float((first - packed_first).abs().max())
+        record["replicated"].append(row)
+        record["replicated_estimate_gib"] = estimate(record["replicated"], total)
+        save(record, options.out)  # after every run, so that one cut short is not lost
+    return record
+
+
+def save(record: dict[str, Any], out: str | None) -> None:
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
@@ -231,11 +238,17 @@ def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]
         f"{case['num_responses']} responses of {case['response_len']}",
     )
     gpu = f"{machine['gpu']} ({machine['memory_gib']:.0f} GiB), torch {machine['torch']}, {machine['date']}"
+    difference = record["log_prob_difference"]
+    same = (
+        ""
+        if difference is None
+        else f"Log-probs of the first response: within {difference:.1e} of each other."
+    )
     return f"""\
 {case["num_layers"]} layers of Gemma-4-31B's shapes, five sliding to one global, {billions} random parameters,
 {case["dtype"]}, gradient checkpointing; one prompt of {prompt} tokens, {responses}.
 {gpu}; {kernels}.
-The first response's log-probs differ by at most {record["log_prob_difference"]:.1e} between the two ways.
+{same}
 
 {markdown_table(lines)}{out}"""
 
@@ -273,7 +286,7 @@ def main() -> None:
     parser.add_argument(
         "--replicated", type=int, nargs="*", default=[1, 2, 8], help="rows of replicated runs"
     )
-    parser.add_argument("--repeats", type=int, default=2, help="steps on the pack; the last is timed")
+    parser.add_argument("--repeats", type=int, default=1, help="steps on the pack; the last is timed")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", default=None, help="JSON file")
@@ -281,9 +294,6 @@ def main() -> None:
     sys.path[:0] = [str(ROOT)]
     record = run(options)
     print(json.dumps(record, indent=1))
-    if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
+import gemma4_stack as gemma4  # noqa: E402
 import kernel_report  # noqa: E402
 import sequence_parallel_report as sp_report  # noqa: E402
 import trl_report  # noqa: E402
@@ -94,6 +95,11 @@ def trl_updates(rows: list[dict[str, Any]]) -> str:
     return trl_report.updates(rows, markdown_table)
 
 
+def gemma4_stack(record: dict[str, Any]) -> str:
+    """`benchmarks/gemma4_stack.py`: a Gemma-4-31B-shaped stack on a long prompt."""
+    return gemma4.text(record, markdown_table)
+
+
 def sequence_parallel(rows: list[dict[str, Any]]) -> str:
     """`benchmarks/sequence_parallel.py`: an attention layer over several GPUs."""
     return sp_report.text(rows, markdown_table)
@@ -109,6 +115,7 @@ BLOCKS = {
     for block in (
         Block("policy_update", "cpu/policy_update.json", policy_update, draw_policy_update),
         Block("kernels", "*/kernels.json", kernels, kernel_report.draw),
+        Block("gemma4_stack", "*/gemma4_stack.json", gemma4_stack, gemma4.draw),
         Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
         Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
         Block("trl_updates", "*/trl_updates.json", trl_updates, trl_report.draw_updates),
