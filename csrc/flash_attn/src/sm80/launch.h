@@ -42,13 +42,13 @@ struct BackwardOf {
 template <int kHeadDim, auto const& kTable, int kRow = 0, typename LaunchRow>
 cudaError_t with_row(int row, LaunchRow launch_row) {
     if constexpr (kRow < static_cast<int>(sizeof(kTable) / sizeof(kTable[0]))) {
-        if constexpr (kTable[kRow].head_dim == kHeadDim) {
+        constexpr bool kMine = kTable[kRow].head_dim == kHeadDim;
+        if constexpr (kMine)
             if (row == kRow) return launch_row(std::integral_constant<int, kRow>{});
 #ifdef FLASH_ATTN_LARGE_TILES
-            return cudaErrorInvalidValue;
+        if constexpr (!kMine)
 #endif
-        }
-        return with_row<kHeadDim, kTable, kRow + 1>(row, launch_row);
+            return with_row<kHeadDim, kTable, kRow + 1>(row, launch_row);
     }
     return cudaErrorInvalidValue;
 }

@@ -32,7 +32,8 @@ struct BackwardTile {
 };
 
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 64, 4, true, 2, true},     // registers: O 64 + S 64 + P 32; shared memory: 48 KB, two blocks on every GPU
+    {64, 128, 128, 4, true, 2, false},   // registers: O 64 + S 128; shared memory: 80 KB
+    {64, 128, 64, 4, true, 2, true},     // 99 KB GPUs: 48 KB
     {96, 128, 64, 4, true, 2, false},    // registers: O 96 + S 64
     {96, 128, 64, 4, false, 2, false},   // 99 KB GPUs
     {128, 128, 64, 4, true, 2, false},   // registers: O 128 + S 64 of 255; shared memory: 96 KB
