@@ -98,6 +98,17 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_engine(folder):
     assert abs(ours - high) <= 2 * abs(low - high) + 0.01 * high
 
 
+def test_a_batch_may_be_used_again(folder):
+    """The plan stays out of the caller's batch: static batches stay static."""
+    from verl.utils import tensordict_utils as tu
+
+    worker, batch = make_worker(model_path(folder)), make_batch(LENS)
+    tu.assign_non_tensor(batch, calculate_entropy=False, compute_loss=False)
+    first, second = (worker.infer_batch(batch)["log_probs"].values() for _ in range(2))
+    assert torch.equal(first, second)
+    assert tu.get(batch, "use_dynamic_bsz") is False and "shared_prompt_plan" not in batch.keys()  # noqa: SIM118
+
+
 def test_two_epochs_over_shuffled_mini_batches(folder):
     settings = {"epochs": 2, "dataloader_kwargs": {"shuffle": True}}
     options = {"settings": settings, "num_steps": 1, "engine": EIGHT, "lens": (OTHER,)}
