@@ -131,7 +131,7 @@ def measured(steps: Steps, name: str, step: Callable[[], tuple[int, Any]], repea
             row["tokens"], first = step()
             if cuda:
                 torch.cuda.synchronize()
-            row["time_s"] = time.perf_counter() - begin
+            row["time_s"] = None if steps.options.no_times else time.perf_counter() - begin
             row["first_log_probs"] = first.float().cpu()
         except torch.cuda.OutOfMemoryError as error:
             row["error"] = str(error).split(". ")[0]
@@ -194,10 +194,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "replicated_estimate_gib": None,
         "log_prob_difference": None,
     }
-    record["packed"] = measured(steps, "packed", steps.packed, options.repeats)
-    packed_first = record["packed"].pop("first_log_probs", None)
-    save(record, options.out)
-    for count in options.replicated:
+    packed_first = None
+    if options.resume and options.out and Path(options.out).exists():
+        earlier = json.loads(Path(options.out).read_text())
+        if earlier["case"] == record["case"] and earlier["machine"]["commit"] == machine["commit"]:
+            record = earlier
+    if "packed" not in record:
+        record["packed"] = measured(steps, "packed", steps.packed, options.repeats)
+        packed_first = record["packed"].pop("first_log_probs", None)
+        save(record, options.out)
+    done = {row["name"] for row in record["replicated"]}
+    for count in [n for n in options.replicated if f"replicated, {n}" not in done]:
         row = measured(steps, f"replicated, {count}", lambda n=count: steps.replicated(n), 1)
         first = row.pop("first_log_probs", None)
         if first is not None and packed_first is not None and record["log_prob_difference"] is None:
@@ -218,11 +225,15 @@ def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]
     """The README's block."""
     case, machine, packed = record["case"], record["machine"], record["packed"]
     lines: list[tuple[str, ...]] = [("", "tokens", "peak GiB", "forward + backward s")]
-    lines.append(("packed", f"{packed['tokens']:,}", f"{packed['peak_gib']:.1f}", f"{packed['time_s']:.1f}"))
+
+    def cells(row: dict[str, Any]) -> tuple[str, ...]:
+        seconds = "-" if row["time_s"] is None else f"{row['time_s']:.1f}"
+        return f"{row['tokens']:,}", f"{row['peak_gib']:.1f}", seconds
+
+    lines.append(("packed", *cells(packed)))
     for row in record["replicated"]:
         if "error" not in row:
-            cells = (f"{row['tokens']:,}", f"{row['peak_gib']:.1f}", f"{row['time_s']:.1f}")
-            lines.append((f"{row['name']} of {case['num_responses']} rows", *cells))
+            lines.append((f"{row['name']} of {case['num_responses']} rows", *cells(row)))
     guess = record["replicated_estimate_gib"]
     estimated = "-" if guess is None else f"{guess:.0f} (estimate)"
     lost = next((row for row in record["replicated"] if "error" in row), None)
@@ -289,7 +300,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="steps on the pack; the last is timed")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-times", action="store_true", help="memory only: other work runs on the GPU")
     parser.add_argument("--out", default=None, help="JSON file")
+    parser.add_argument("--resume", action="store_true", help="leave out the runs that --out holds already")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT)]
     record = run(options)
