@@ -169,6 +169,19 @@ def test_a_release_that_splits_batches_elsewhere_is_seen(folder, monkeypatch):
         log_probs(worker, batch)
 
 
+def test_a_release_that_leaves_micro_batches_out_is_seen(folder, monkeypatch):
+    worker = make_worker(model_path(folder))
+    ours = transformer_impl.prepare_micro_batches
+
+    def some(data, **options):
+        batches, rows = ours(data, **options)
+        return batches[:-1], rows[:-1]
+
+    monkeypatch.setattr(transformer_impl, "prepare_micro_batches", some)
+    with pytest.raises(RuntimeError, match=r"did not run the shared-prompt plan .*\(1 are left\)"):
+        log_probs(worker, make_batch(LENS))
+
+
 def test_padding_that_the_layout_does_not_hold_is_seen(folder, monkeypatch):
     worker = make_worker(model_path(folder), engine={"pad_to_length": True, "pad_to_length_bucket": 16})
     sizes = iter([3, 5])
