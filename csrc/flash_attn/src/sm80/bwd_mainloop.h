@@ -103,8 +103,8 @@ __device__ __forceinline__ void store_keys(float (&acc)[T::kTilesN][2 * T::kPair
 }
 
 template <typename T, bool kSoftcap, bool kAccumulateDq>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) backward_kernel(BwdParams const __grid_constant__ p,
-                                                                                     Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+    backward_kernel(BwdParams const __grid_constant__ p, Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales) {
     using Element = typename T::Element;
     constexpr int kD = T::kHeadDim, kN = T::kBlockN, MT = T::kTilesM, NS = T::kPairsS;
     extern __shared__ __align__(1024) char shared_bytes[];

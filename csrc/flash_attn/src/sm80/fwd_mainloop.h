@@ -135,8 +135,8 @@ __device__ __forceinline__ void store_forward(FwdParams const& p, QueryItem cons
 }
 
 template <typename T, bool kSoftcap>
-__global__ void __launch_bounds__(T::kThreads, kSoftcap && T::kBlocksPerSm > 2 ? 2 : T::kBlocksPerSm) forward_kernel(FwdParams const __grid_constant__ p,
-                                                                                         Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales) {
+__global__ void __launch_bounds__(T::kThreads, kSoftcap && T::kBlocksPerSm > 2 ? 2 : T::kBlocksPerSm)
+    forward_kernel(FwdParams const __grid_constant__ p, Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales) {
     using Element = typename T::Element;
     constexpr int MT = T::kRowTiles, NT = T::kBlockN / 8, NO = T::kHeadDim / 8;
     extern __shared__ __align__(1024) char shared_bytes[];
