@@ -1,6 +1,9 @@
 // Forward, consumer warpgroups (64 query rows each): S = Q K^T, online softmax, O += P V with P in registers.
-// Inside a warpgroup S of the next tile is issued before P V of this one; between warpgroups a baton (named barriers)
-// keeps one in its matrix products while the other does its softmax.
+// Softmax of one tile runs under matrix products, in one of two ways:
+//   two warpgroups:    S of the next tile is issued before P V of this one, whose products run under the softmax; P twice.
+//   three warpgroups:  P V of this tile and S of the next are issued together, the softmax of a warpgroup runs under the products
+//                      of the other two. Half of the registers a thread: head dims whose O is small.
+// Between warpgroups a baton (named barriers) keeps one in its matrix products while others do their softmax.
 #pragma once
 
 #include "epilogue.h"
@@ -140,7 +143,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
 
         if (item.num_tiles > 0) {
             float scores[kN / 2], alpha[2];
-            uint32_t probs[kN / 4], next[kN / 4];
+            uint32_t probs[kN / 4];
             bool rescale;
             auto const issue_scores = [&] {
                 wgmma_fence();
@@ -161,8 +164,20 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                 s.k_full[k.stage].wait(k.phase);
                 keys = s.stage_keys[k.stage];
             };
+            auto const wait_values = [&] { s.v_full[v.stage].wait(v.phase); };
+            auto const release_values = [&] {
+                pin(o);
+                if (signals) { s.v_empty[v.stage].arrive(); }
+                v.advance();
+            };
+            auto const rescale_output = [&] {
+                if (rescale) {
+#pragma unroll
+                    for (int j = 0; j < kD / 2; ++j) { o[j] *= alpha[j / 2 % 2]; }
+                }
+            };
             // Scores of stage k have arrived: free the stage, then softmax.
-            auto const take_scores = [&] {
+            auto const take_scores = [&](uint32_t(&p_tile)[kN / 4]) {
                 pin(scores);
                 if (signals) { s.k_empty[k.stage].arrive(); }
                 k.advance();
@@ -171,7 +186,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                     for (float& x : scores) { x = tanh_approx(x * tanh_scale); }
                 }
                 if (keys.masked) { mask_keys(scores, p.plan.row_span, item.row_begin + thread_row, p.total_q, keys); }
-                rescale = softmax.template step<Element>(scores, scale_log2, next, alpha);
+                rescale = softmax.template step<Element>(scores, scale_log2, p_tile, alpha);
             };
 
             wait_keys();
@@ -179,38 +194,47 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
             issue_scores();
             pass_baton();
             wgmma_wait<0>();
-            take_scores();
-#pragma unroll
-            for (int j = 0; j < kN / 4; ++j) { probs[j] = next[j]; }
+            take_scores(probs);
 
+            if constexpr (T::kConsumers == 3) {
 #pragma unroll 1
-            for (int i = 1; i < item.num_tiles; ++i) {
-                wait_keys();
-                take_baton();
-                issue_scores();
-                s.v_full[v.stage].wait(v.phase);
-                issue_output();
-                pass_baton();
-                wgmma_wait<1>();
-                take_scores();
-                wgmma_wait<0>();
-                pin(o);
-                if (signals) { s.v_empty[v.stage].arrive(); }
-                v.advance();
-                if (rescale) {
-#pragma unroll
-                    for (int j = 0; j < kD / 2; ++j) { o[j] *= alpha[j / 2 % 2]; }
+                for (int i = 1; i < item.num_tiles; ++i) {
+                    wait_keys();
+                    wait_values();
+                    take_baton();
+                    issue_output();
+                    issue_scores();
+                    pass_baton();
+                    wgmma_wait<1>();
+                    release_values();
+                    wgmma_wait<0>();
+                    take_scores(probs);
+                    rescale_output();
                 }
-                replace(probs, next, item.head >= 0);
+            } else {
+                uint32_t next[kN / 4];
+#pragma unroll 1
+                for (int i = 1; i < item.num_tiles; ++i) {
+                    wait_keys();
+                    take_baton();
+                    issue_scores();
+                    wait_values();
+                    issue_output();
+                    pass_baton();
+                    wgmma_wait<1>();
+                    take_scores(next);
+                    wgmma_wait<0>();
+                    release_values();
+                    rescale_output();
+                    replace(probs, next, item.head >= 0);
+                }
             }
 
             if (lane == 0) { s.q_empty[q.stage].arrive(); }
-            s.v_full[v.stage].wait(v.phase);
+            wait_values();
             issue_output();
             wgmma_wait<0>();
-            pin(o);
-            if (signals) { s.v_empty[v.stage].arrive(); }
-            v.advance();
+            release_values();
         } else {
             __syncwarp();
             if (lane == 0) { s.q_empty[q.stage].arrive(); }

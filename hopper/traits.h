@@ -165,6 +165,7 @@ struct FwdTraits {
                          kBlockN = kDqPass ? kTile.pass_block_n : kTile.fwd_block_n;
     static constexpr int kStages = 2;
     static constexpr int kConsumers = kBlockM / 64;
+    static_assert(kConsumers == 2 || kConsumers == 3);
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kLoadRegisters = kConsumers == 2 ? 24 : 32, kMmaRegisters = kConsumers == 2 ? 240 : 160;
     using TileQ = SmemTile<kBlockM, kHeadDim>;
