@@ -1,4 +1,4 @@
-"""Shared prompts in veRL (0.9.1, FSDP and FSDP2): two settings, no fork, no change to veRL.
+"""Shared prompts in veRL (0.9.1, its default trainer, FSDP and FSDP2): two settings, no fork.
 
     actor_rollout_ref.model.external_lib=flash_attn.integrations.verl
     +actor_rollout_ref.model.override_config.attn_implementation=dualkv
