@@ -19,6 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from attention_report import draw_break_even  # noqa: E402
 from cases import Case  # noqa: E402
 from providers import PROVIDERS, Pair, Problem, ours_replicated  # noqa: E402
 from run import clean, environment, short  # noqa: E402
@@ -43,55 +44,6 @@ def cell(case: Case, provider: str, repeats: int) -> dict[str, Any]:
     return row | {"speedup": row["replicated_ms"] / row["shared_ms"]}
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A map: N upwards, P / R to the right; the speed-up in each cell."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in rows if "speedup" in row]
-    counts = sorted({row["case"]["N"] for row in rows})
-    ratios = sorted({row["case"]["P"] / row["case"]["R"] for row in rows})
-    figure, axis = plt.subplots(figsize=(1.5 + 0.75 * len(ratios), 1 + 0.5 * len(counts)))
-    values = [[float("nan")] * len(ratios) for _ in counts]
-    for row in rows:
-        c = row["case"]
-        values[counts.index(c["N"])][ratios.index(c["P"] / c["R"])] = row["speedup"]
-    norm = matplotlib.colors.TwoSlopeNorm(vcenter=1.0, vmin=0.5, vmax=max(8.0, *map(max, values)))
-    axis.imshow(values, origin="lower", aspect="auto", cmap="RdYlGn", norm=norm)
-    for y, line in enumerate(values):
-        for x, value in enumerate(line):
-            axis.text(x, y, f"{value:.2g}", ha="center", va="center", fontsize=8)
-    axis.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
-    axis.set_yticks(range(len(counts)), [str(count) for count in counts])
-    axis.set_xlabel("prompt length / response length")
-    axis.set_ylabel("responses")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The map as a table of replicated time / shared time."""
-    from report import markdown_table
-
-    first = rows[0]
-    c = first["case"]
-    ratios = sorted({row["case"]["P"] / row["case"]["R"] for row in rows})
-    found = {(row["case"]["N"], row["case"]["P"] / row["case"]["R"]): row.get("speedup") for row in rows}
-    lines: list[tuple[str, ...]] = [("N", *(f"P/R = {ratio:g}" for ratio in ratios))]
-    for count in sorted({row["case"]["N"] for row in rows}):
-        values = [found.get((count, ratio)) for ratio in ratios]
-        lines.append((str(count), *("-" if v is None else f"{v:.2f}" for v in values)))
-    return f"""\
-Forward and backward of attention, replicated time / shared time on the same kernels ({first["provider"]}):
-{first["gpu"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}; R={c["R"]}, H={c["H"]},
-Hk={c["Hk"]}, d={c["d"]}, {c["dtype"]}. Below 1 sharing does not pay.
-
-{markdown_table(lines)}"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Where sharing the prompt pays.")
     parser.add_argument("--out", required=True, help="JSON file; the plot stands beside it as .png")
@@ -113,7 +65,7 @@ def main() -> None:
             print({k: row[k] for k in row if k != "case"}, count, ratio, flush=True)
             clean()
         path.write_text(json.dumps(rows, indent=1) + "\n")
-    draw(rows, path.with_suffix(".png"))
+    draw_break_even(rows, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from attention_report import draw_error_growth  # noqa: E402
 from cases import Case  # noqa: E402
 from providers import PROVIDERS, Problem  # noqa: E402
 from run import environment, packed, short  # noqa: E402
@@ -64,28 +65,6 @@ def rows_of(case: Case, axis: str) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    labels = (("N", "responses on one prompt"), ("ratio", "query heads of a key head"))
-    for axis, (kind, label) in zip(axes, labels, strict=True):
-        for name in NAMES:
-            chosen = [r for r in rows if r["axis"] == kind and r["provider"] == name and "dk" in r]
-            xs = [r["case"]["N"] if kind == "N" else r["case"]["H"] // r["case"]["Hk"] for r in chosen]
-            axis.plot(xs, [r["dk"] for r in chosen], marker="o", markersize=3, label=f"{name} dK")
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel(label)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("relative rms error of dK, prompt rows")
-    axes[0].legend(fontsize=7, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Error of the prompt's gradients against fp64.")
     parser.add_argument("--out", required=True, help="JSON file; the plot stands beside it as .png")
@@ -99,7 +78,7 @@ def main() -> None:
     path = Path(args.out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
-    draw(rows, path.with_suffix(".png"))
+    draw_error_growth([facts | row for row in rows], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

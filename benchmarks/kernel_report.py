@@ -68,6 +68,69 @@ forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. A dense bf16 m
 {table(rows, markdown_table)}"""
 
 
+FA4 = ("fa4-two-call", "fa4-gather", "fa4-block-sparse")
+PEERS = ("fa2-two-call", "cudnn-two-call", "flex", "gather-varlen", "prefix-grouper", *FA4)
+
+
+def _tflops(passes: dict[str, dict[str, Any]] | None) -> str:
+    values = [(passes or {}).get(direction, {}).get("tflops") for direction in ("fwd", "bwd")]
+    return " / ".join("-" if value is None else f"{value:.0f}" for value in values)
+
+
+def _best(
+    providers: dict[str, dict[str, dict[str, Any]]], names: tuple[str, ...]
+) -> dict[str, dict[str, Any]]:
+    """The fastest of some ways, pass by pass."""
+    best: dict[str, dict[str, Any]] = {}
+    for name in names:
+        for direction, row in providers.get(name, {}).items():
+            if row.get("time_ms") and row["time_ms"] < best.get(direction, {}).get("time_ms", float("inf")):
+                best[direction] = row
+    return best
+
+
+def _step(passes: dict[str, dict[str, Any]]) -> float | None:
+    times = [passes.get(direction, {}).get("time_ms") for direction in ("fwd", "bwd")]
+    return None if None in times else sum(times)
+
+
+def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
+    """A line a problem: TFLOP/s of ours and the peers', and how much faster our step is than any peer's."""
+    lines: list[tuple[str, ...]] = [
+        (
+            "forward / backward, TFLOP/s",
+            "ours, sm_90a",
+            "ours, sm_80",
+            "FA2 two-call",
+            "cuDNN two-call",
+            "best FA4",
+            "step",
+        )
+    ]
+    found = merged([row for row in rows if "N" in row["case"]])
+    for case, providers in found.items():
+        if f"{case}, graph" in found:  # launches dominate without
+            continue
+        ours = providers.get("ours-sm90a", {})
+        steps = [step for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
+        own = _step(ours)
+        ratio = f"{min(steps) / own:.2f}x" if steps and own else "-"
+        names = ("ours-sm90a", "ours-sm80", "fa2-two-call", "cudnn-two-call")
+        lines.append(
+            (case, *(_tflops(providers.get(n)) for n in names), _tflops(_best(providers, FA4)), ratio)
+        )
+    first = rows[0]
+    c = next(row["case"] for row in rows if "N" in row["case"])
+    machine = f"{first['gpu']}, CUDA {first['cuda']}, torch {first['torch']}, {first['date']}"
+    return f"""\
+{machine}; H={c["H"]}, Hk={c["Hk"]}, {c["dtype"]}; all providers interleaved in
+one process. "two-call": what a careful user builds from existing kernels (prompt, responses on the prompt,
+responses on themselves, merged). "best FA4": the fastest of FlashAttention-4's three ways, pass by pass.
+"step": time of the fastest peer's forward and backward over ours. `benchmarks/README.md` has every row.
+
+{markdown_table(lines)}"""
+
+
 def draw(rows: Rows, path: Path) -> None:
     """Forward and backward TFLOP/s of every provider, one group of bars a case."""
     import matplotlib

@@ -1,4 +1,4 @@
-"""Fills the README's measured blocks and plots from the JSON in benchmarks/results; none is typed by hand.
+"""Fills the documents' measured blocks and plots from the JSON in benchmarks/results; none is typed by hand.
 
     python benchmarks/report.py [--check]
 
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
+import attention_report  # noqa: E402
 import gemma4_stack as gemma4  # noqa: E402
 import kernel_report  # noqa: E402
 import sequence_parallel_report as sp_report  # noqa: E402
@@ -38,7 +38,8 @@ class Block:
     name: str
     pattern: str
     text: Callable[[Any], str]
-    draw: Callable[[Any, Path], None]
+    draw: Callable[[Any, Path], None] | None
+    document: str = "README.md"
 
     def sources(self) -> list[Path]:
         """The measured files, one a machine."""
@@ -81,8 +82,28 @@ def draw_policy_update(record: dict[str, Any], path: Path) -> None:
 
 
 def kernels(rows: list[dict[str, Any]]) -> str:
-    """`make bench`: every provider on every case."""
+    """`make bench`: a line a problem."""
+    return kernel_report.summary(rows, markdown_table)
+
+
+def kernel_tables(rows: list[dict[str, Any]]) -> str:
+    """`make bench` and `make bench-full`: every provider on every case."""
     return kernel_report.text(rows, markdown_table)
+
+
+def error_growth(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/error_growth.py`: the prompt's gradients against fp64."""
+    return attention_report.error_growth(rows, markdown_table)
+
+
+def break_even(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/break_even.py`: where sharing pays."""
+    return attention_report.break_even(rows, markdown_table)
+
+
+def gpu_tests(report: dict[str, Any]) -> str:
+    """`make test-gpu`."""
+    return attention_report.gpu_tests(report, markdown_table)
 
 
 def trl_training(data: dict[str, Any]) -> str:
@@ -110,11 +131,16 @@ def verl_updates(rows: list[dict[str, Any]]) -> str:
     return verl_report.text(rows, markdown_table)
 
 
+OWN = "benchmarks/README.md"
 BLOCKS = {
     block.name: block
     for block in (
         Block("policy_update", "cpu/policy_update.json", policy_update, draw_policy_update),
         Block("kernels", "*/kernels.json", kernels, kernel_report.draw),
+        Block("kernel_tables", "*/kernels*.json", kernel_tables, kernel_report.draw, OWN),
+        Block("error_growth", "*/error_growth.json", error_growth, attention_report.draw_error_growth, OWN),
+        Block("break_even", "*/break_even.json", break_even, attention_report.draw_break_even, OWN),
+        Block("gpu_tests", "*/tests.json", gpu_tests, None, OWN),
         Block("gemma4_stack", "*/gemma4_stack.json", gemma4_stack, gemma4.draw),
         Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
         Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
@@ -128,7 +154,7 @@ def commits(data: Any) -> set[str | None]:
     """Commits that the figures of one file were measured on."""
     if isinstance(data, list):
         return {row.get("commit") for row in data}
-    return {data["machine"]["commit"]}
+    return {data.get("machine", data)["commit"]}
 
 
 def check_commit(commit: str | None, source: Path) -> None:
@@ -152,8 +178,10 @@ def content(block: Block) -> str:
         data = json.loads(source.read_text())
         for commit in commits(data):
             check_commit(commit, source)
-        image = source.with_suffix(".png").relative_to(ROOT).as_posix()
-        parts.append(f"{block.text(data)}\n\n![{block.name}, {source.parent.name}]({image})")
+        parts.append(block.text(data))
+        if block.draw:
+            image = source.with_suffix(".png").relative_to((ROOT / block.document).parent).as_posix()
+            parts.append(f"![{block.name}, {source.parent.name}]({image})")
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -161,7 +189,7 @@ def filled(text: str, block: Block) -> str:
     """`text` with the block's content put between its markers."""
     begin, end = f"<!-- begin {block.name} -->", f"<!-- end {block.name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"README.md must have one {begin} and one {end}")
+        raise ValueError(f"{block.document} must have one {begin} and one {end}")
     before, rest = text.split(begin)
     return f"{before}{begin}\n{content(block)}\n{end}{rest.split(end)[1]}"
 
@@ -173,16 +201,22 @@ def main(arguments: list[str] | None = None) -> int:
         "--check", action="store_true", help="change nothing, fail where a block is out of date"
     )
     check = parser.parse_args(arguments).check
-    old = new = README.read_text()
-    for block in BLOCKS.values():
-        new = filled(new, block)
-        for source in block.sources() if not check else []:
-            block.draw(json.loads(source.read_text()), source.with_suffix(".png"))
+    stale = []
+    for document in dict.fromkeys(block.document for block in BLOCKS.values()):
+        old = new = (ROOT / document).read_text()
+        for block in BLOCKS.values():
+            if block.document != document:
+                continue
+            new = filled(new, block)
+            for source in block.sources() if block.draw and not check else []:
+                block.draw(json.loads(source.read_text()), source.with_suffix(".png"))
+        if new != old:
+            stale.append(document)
+        if not check:
+            (ROOT / document).write_text(new)
     if check:
-        print("README.md is " + ("out of date: run make report" if new != old else "up to date"))
-        return int(new != old)
-    README.write_text(new)
-    return 0
+        print(f"out of date: {', '.join(stale)}: run make report" if stale else "up to date")
+    return int(check and bool(stale))
 
 
 if __name__ == "__main__":

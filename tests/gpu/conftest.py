@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ sys.path.insert(0, str(ROOT / "csrc" / "flash_attn"))
 from kernels import ARCHS  # noqa: E402
 
 DEFAULT_PATHS = ",".join(map(str, ARCHS))
+CHOSEN = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", default=None, help="write passed and failed per file as JSON")
+    parser.addoption(
+        "--deadline", type=float, default=None, help="time (s since 1970) to stop; the rest: not run"
+    )
     parser.addoption("--shard", default="0/1", help="i/n: every n-th test, from the i-th (run_isolated.py)")
     parser.addoption("--paths", default=DEFAULT_PATHS, help="code paths to test, 80,90")
 
@@ -35,12 +40,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     paths = config.getoption("--paths", DEFAULT_PATHS).split(",")
     index, count = map(int, config.getoption("--shard", "0/1").split("/"))
     if paths == DEFAULT_PATHS.split(",") and count == 1:
+        config.stash[CHOSEN] = [item.nodeid for item in items]
         return
     params = [getattr(item, "callspec", None) for item in items]
     asked = [str(c.params.get("path", 80) if c else 80) in paths for c in params]
     chosen = [item for item, ok in zip(items, asked, strict=True) if ok][index::count]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+    config.stash[CHOSEN] = [item.nodeid for item in items]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    deadline = item.config.getoption("--deadline", None)
+    if deadline is not None and time.time() > deadline:
+        pytest.exit("out of time", returncode=2)
 
 
 @pytest.fixture(params=[90, 80], ids=["sm90a", "sm80"])
@@ -82,6 +95,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for outcome in ("passed", "skipped", "failed", "error"):  # the worst of a test's phases stays
         for report in terminalreporter.stats.get(outcome, []):
             tests[report.nodeid] = outcome
+    tests = {name: "not run" for name in config.stash.get(CHOSEN, [])} | tests
     for name, outcome in tests.items():
         files.setdefault(name.split("::")[0], Counter())[outcome] += 1
     total = Counter()
@@ -89,6 +103,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         total.update(counts)
     report = {**environment(), "total": dict(total), "files": {f: dict(c) for f, c in sorted(files.items())}}
     report["tests"] = tests
-    report["failures"] = [name for name, outcome in tests.items() if outcome in ("failed", "error")]
+    report["failures"] = [name for name, outcome in tests.items() if outcome not in ("passed", "skipped")]
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     Path(target).write_text(json.dumps(report, indent=1) + "\n")
