@@ -73,6 +73,7 @@ def test_a_fallback_is_the_plain_engine_counted_and_logged_once(folder, caplog):
     with caplog.at_level(logging.WARNING):
         for attention in ("sdpa", "dualkv"):
             worker = make_worker(model_path(folder), attention)
+            log_probs(worker, make_batch(LENS, seed=1))  # a shared pass before leaves nothing behind
             old, _ = log_probs(worker, batch)
             batch["old_log_probs"] = batch["ref_log_prob"] = old
             found[attention] = old.values(), update(worker, batch)

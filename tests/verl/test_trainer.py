@@ -132,6 +132,9 @@ def test_balance_batch_puts_whole_groups_on_ranks():
     assert sorted(done.keys) == sorted(before) and dict(zip(done.keys, done.tags, strict=True)) == before
     found = rows_of(done)
     assert set(parts_of_groups(found, [list(range(16)), list(range(16, 32))]).values()) == {1}
+    # Mini-batches take the prompts in the order of the data, each rank its half of them.
+    first = {row.group for row in found[:8] + found[16:24]}
+    assert first == {f"id_of_{group}" for group in list(dict.fromkeys(row.group for row in rows))[:4]}
     tokens = [sum(sum(row[1:]) for row in found[i : i + 16]) for i in (0, 16)]
     assert metrics["global_seqlen/balanced_max"] == max(tokens)
 
