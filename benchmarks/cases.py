@@ -74,7 +74,9 @@ class PlainCase:
 
 
 MAIN = [Case(28, 4096, 2048), Case(28, 16384, 2048), Case(16, 32768, 2048)]
+PAPER = ((28, 4096), (28, 16384), (16, 32768), (28, 32768), (16, 65536))  # N, P of DualKV's table
 CASES: dict[str, list[Case]] = {
+    "paper": [Case(n, p, 2048, dtype=dtype) for dtype in ("bf16", "fp16") for n, p in PAPER],
     "main": MAIN,
     "quick": [Case(28, 16384, 2048), Case(8, 1024, 256, small=True)],
     "small": [Case(8, 1024, 256, small=True), Case(32, 2048, 2048), Case(16, 512, 128, small=True)],

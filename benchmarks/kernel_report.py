@@ -10,13 +10,14 @@ Rows = list[dict[str, Any]]
 
 
 def case_name(row: dict[str, Any]) -> str:
-    c = row["case"]
+    c, graph = row["case"], ", graph" if row.get("graph") else ""
     if "N" not in c:
-        return f"B={c['B']}, S={c['S']}, {'causal' if c['causal'] else 'full'}, d={c['d']}"
+        return f"B={c['B']}, S={c['S']}, {'causal' if c['causal'] else 'full'}, d={c['d']}{graph}"
     groups = f", {c['groups']} groups" if c["groups"] != 1 else ""
     groups += f", window {c['window_left'] + 1}" if "window_left" in c else ""
     groups += f", Hk={c['Hk']}" if c["Hk"] != 8 else ""
-    return f"N={c['N']}, P={c['P']}, R={c['R']}, d={c['d']}{groups}" + (", graph" if row.get("graph") else "")
+    groups += ", fp16" if c["dtype"] == "fp16" else ""
+    return f"N={c['N']}, P={c['P']}, R={c['R']}, d={c['d']}{groups}{graph}"
 
 
 def merged(rows: Rows) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
