@@ -1,14 +1,16 @@
 // Backward, the producer warpgroup. Two warps feed one item: K, Q and lse (operands of S) one of them, V, dO and D (of dP)
-// the other; K and V once, the rest per 64-row block of the group's query heads, last rows first, skipping blocks that see
-// none of the keys. The other two warps add the consumers' dQ tiles to the fp32 accumulator by bulk reduction.
+// the other; K and V once, the rest per block of rows of the group's query heads, last rows first, skipping blocks that see
+// none of the keys. Where two CTAs work as a pair, each loads half of a block's Q and dO into both. The other two warps add
+// the consumers' dQ tiles to the fp32 accumulator by bulk reduction.
 #pragma once
 
+#include "cluster.h"
 #include "fwd_load.h"
 
 namespace flash_attn::sm90 {
 
 struct StageRows {
-    int dq_tile;  // (query head of the launch, 64-row block) of the packed grid, as dq_accum counts them; -1: the item is done
+    int dq_tile;  // (query head of the launch, first 64-row block) as dq_accum counts them; -1: the item is done
     int block_and_mask;  // 2 * block, + 1 where some pair of row and key of this block and item is not visible
 
     __device__ __forceinline__ int block() const { return block_and_mask >> 1; }
@@ -33,13 +35,22 @@ struct BwdStorage {
     alignas(1024) typename T::Element ds[T::kWide ? 1 : 2][T::kWithDq ? T::TileS::kElements : 64];
     alignas(1024) float dq[T::kConsumers][T::kWithDq && !T::kWide ? T::kDqFloats : 4];
     alignas(16) float probs[T::kWide ? T::kBlockN * kBlockRows : 4];  // P^T, in the order of the warpgroups' registers
-    alignas(16) float scalars[2][T::kStages][kBlockRows];
+    alignas(16) float scalars[2][T::kStages][T::kBlockM];
     Barrier keys_full, tail[2], ds_full[2];
     Barrier full[2][T::kStages], empty[2][T::kStages];
     StageRows stage_rows[T::kStages];  // travels with operand 0
     int dq_tile[T::kConsumers];        // that the warpgroup's dQ belongs to; -1: no more
     KeyItem item;
     int head_k;
+    int paired;                         // the other CTA of the cluster has a key tile of the same context
+    int row_begin, key_begin, key_end;  // of both
+
+    __device__ void set_pair(bool is_pair, KeyItem const& other) {
+        paired = is_pair;
+        row_begin = min(item.row_begin, other.row_begin);
+        key_begin = min(item.key_begin, other.key_begin);
+        key_end = max(item.key_begin + item.num_keys, other.key_begin + other.num_keys);
+    }
 
     __device__ void init() {
         keys_full.init(2);
@@ -48,13 +59,13 @@ struct BwdStorage {
             ds_full[operand].init(4 * T::kConsumers);  // every warp has written its part
             for (int i = 0; i < T::kStages; ++i) {
                 full[operand][i].init(1);
-                empty[operand][i].init(T::kConsumers);
+                empty[operand][i].init(T::kConsumers * T::kCluster);
             }
         }
     }
 };
 
-constexpr int kScoreBarrier = 1, kDqFullBarrier = 2, kDqEmptyBarrier = 5;  // the latter two + warpgroup
+constexpr int kDqFullBarrier = 1, kDqEmptyBarrier = 3, kScoreBarrier = 5;  // each + warpgroup
 
 // Keys that no row sees, at the end of a decoded item, belong to it (it writes their zero gradients), but may be padding.
 __device__ __forceinline__ int num_seen_keys(KeyItem const& item, RowSpan const* row_span) {
@@ -67,6 +78,7 @@ template <class T, int kOperand>
 __device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s) {
     using TileK = typename T::TileK;
     using TileQ = typename T::TileQ;
+    constexpr int kM = T::kBlockM;
     int const lane = threadIdx.x % 32;
     BwdParams const& p = args.params;
     KeyItem const& item = s.item;
@@ -84,50 +96,62 @@ __device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s) 
         }
     }
 
+    int const rank = cluster_rank();
     Ring<T::kStages> ring;
     int const group = p.fwd.num_heads / p.fwd.num_heads_k;
 #pragma unroll 1
     for (int head = s.head_k * group; head < (s.head_k + 1) * group; ++head) {
         // 32 blocks at a time, one a lane: two ballots say which are visited and which need the mask.
 #pragma unroll 1
-        for (int last = (item.row_end + kBlockRows - 1) / kBlockRows - 1; last >= item.row_begin / kBlockRows;
-             last -= 32) {
+        for (int last = (item.row_end + kM - 1) / kM - 1; last >= s.row_begin / kM; last -= 32) {
             int const block = last - lane;
-            bool visited = false, masked = false;
-            if (block >= item.row_begin / kBlockRows) {
-                KeySpan const* const spans = &p.fwd.plan.block_span[block].context;
-                int4 const x = __ldg(
-                    reinterpret_cast<int4 const*>(spans + (item.region ? 0 : 1)));  // begin, full_begin, full_end, end
-                visited = x.x < item.key_begin + item.num_keys && item.key_begin < x.w;
-                masked = x.y > item.key_begin || x.z < item.key_begin + T::kBlockN ||
-                         block * kBlockRows < item.row_begin || (block + 1) * kBlockRows > item.row_end;
+            bool visited = false, masked = block * kM < item.row_begin || (block + 1) * kM > item.row_end;
+            if (block >= s.row_begin / kM) {
+#pragma unroll
+                for (int i = block * (kM / kBlockRows); i < (block + 1) * (kM / kBlockRows); ++i) {
+                    if (i * kBlockRows >= item.row_end) { break; }
+                    KeySpan const* const spans = &p.fwd.plan.block_span[i].context;
+                    int4 const x = __ldg(
+                        reinterpret_cast<int4 const*>(spans + (item.region ? 0 : 1)));  // begin, full_begin, full_end, end
+                    visited |= x.x < s.key_end && s.key_begin < x.w;
+                    masked |= x.y > item.key_begin || x.z < item.key_begin + T::kBlockN;
+                }
             }
             uint32_t todo = __ballot_sync(0xffffffff, visited);
             uint32_t const mask = __ballot_sync(0xffffffff, masked);
 #pragma unroll 1
             for (; todo != 0; todo &= todo - 1) {
                 int const i = __ffs(todo) - 1;
-                int const row = (last - i) * kBlockRows;
+                int const row = (last - i) * kM;
                 Barrier& full = s.full[kOperand][ring.stage];
                 s.empty[kOperand][ring.stage].wait(ring.phase ^ 1);
-                bool const whole = row + kBlockRows <= item.row_end;
+                bool const whole = row + kM <= item.row_end;
                 if (lane == 0) {
                     if constexpr (kOperand == 0) {
                         StageRows& rows = s.stage_rows[ring.stage];
-                        rows.dq_tile = (head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) + last - i;
+                        rows.dq_tile = (head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) +
+                                       (last - i) * (kM / kBlockRows);
                         rows.block_and_mask = 2 * (last - i) + int(mask >> i & 1);
                     }
-                    if (whole) { full.arrive_and_expect(kBlockRows * 4 + TileQ::kBytes); }
+                    if (whole) { full.arrive_and_expect(kM * 4 + TileQ::kBytes); }
                     bulk_load(s.scalars[kOperand][ring.stage],
                               (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row,
-                              kBlockRows * 4, full);
-                    if (whole) {
+                              kM * 4, full);
+                    if (whole && s.paired) {
+#pragma unroll
+                        for (int c = 0; c < TileQ::kChunks; ++c) {
+                            if ((c + kOperand) % 2 != rank) { continue; }
+                            tma_load_multicast(
+                                reinterpret_cast<char*>(s.rows[kOperand][ring.stage]) + c * TileQ::kChunkBytes, map_rows,
+                                c * TileQ::kChunk, row, head, full, 3, kEvictFirst);
+                        }
+                    } else if (whole) {
                         load_tile<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, full, kEvictFirst);
                     }
                 }
                 if (!whole) {  // rows behind the item's last one may be padding
                     load_tile_zero_tail<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, item.row_end - row,
-                                               full, kBlockRows * 4, s.tail[kOperand], tail_phase, kEvictFirst, lane);
+                                               full, kM * 4, s.tail[kOperand], tail_phase, kEvictFirst, lane);
                 }
                 ring.advance();
             }
@@ -153,7 +177,7 @@ __device__ __forceinline__ void bwd_store_dq(BwdArgs const& args, BwdStorage<T>&
         if (tile < 0) { break; }
         if (threadIdx.x % 32 == 0) {
             int64_t const offset =
-                int64_t(tile) * kBlockRows * T::kHeadDim + (T::kDqTurns ? 0 : warpgroup * T::kDqFloats);
+                int64_t(tile) * kBlockRows * T::kHeadDim + (T::kDqWhole ? 0 : warpgroup * T::kDqFloats);
             bulk_reduce_add(args.params.dq_accum + offset, s.dq[warpgroup], T::kDqFloats * 4);
             bulk_wait_read();
         }

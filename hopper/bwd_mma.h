@@ -13,20 +13,23 @@ struct BwdTraits {
     using Element = Element_;
     static constexpr Tiles kTile = tiles(kHeadDim_);
     static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n, kStages = 2;
+    static constexpr int kBlockM = kSoftcap_ ? kBlockRows : kTile.bwd_block_m;  // tanh wants registers
     static constexpr bool kSoftcap = kSoftcap_, kWithDq = kWithDq_;
     static constexpr bool kWide = kHeadDim > 128;  // dK and dV of 64 keys fill one warpgroup each: bwd_wide_mma.h
     static constexpr int kConsumers = 2;
+    static constexpr int kCluster = kWide ? 1 : 2;  // CTAs that may share rows: find_pair in launch.h
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kLoadRegisters = 24, kMmaRegisters = 240;
     static_assert(kBlockN == (kWide ? 64 : 128));
-    // dQ: each warpgroup a share of the columns, or, where the share is no good width for wgmma, all of them every
-    // other block.
-    static constexpr bool kDqTurns = kHeadDim / kConsumers % 64 != 0;
-    static constexpr int kDqColumns = kDqTurns ? kHeadDim : kHeadDim / kConsumers;
+    // dQ: each warpgroup 64 rows of a longer block, or a share of the columns, or, where the share is no good width for
+    // wgmma, all of them every other block.
+    static constexpr bool kDqTurns = kBlockM == kBlockRows && kHeadDim / kConsumers % 64 != 0;
+    static constexpr bool kDqWhole = kDqTurns || kBlockM > kBlockRows;  // all columns of 64 rows in one warpgroup
+    static constexpr int kDqColumns = kDqWhole ? kHeadDim : kHeadDim / kConsumers;
     static constexpr int kDqFloats = kBlockRows * kDqColumns;
     using TileK = SmemTile<kBlockN, kHeadDim>;
-    using TileQ = SmemTile<kBlockRows, kHeadDim>;
-    using TileS = SmemTile<kBlockN, kBlockRows>;  // dS^T: keys x rows
+    using TileQ = SmemTile<kBlockM, kHeadDim>;
+    using TileS = SmemTile<kBlockN, kBlockM>;  // dS^T: keys x rows
 };
 
 // Scores of pairs that are not visible become -inf. The thread's keys are key and key + 8, its columns rows of the block.
@@ -37,7 +40,7 @@ __device__ __forceinline__ void mask_rows(float (&scores)[N], BwdParams const& p
     int const key_end = item.key_begin + item.num_keys;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-        int const row = block * kBlockRows + i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2;
+        int const row = block * 2 * N + i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2;
         int begin = 0, end = 0;
         if (row >= item.row_begin && row < item.row_end) {
             int2 const span = __ldg(reinterpret_cast<int2 const*>(p.fwd.plan.row_span + row) + (item.region ? 0 : 1));
@@ -53,14 +56,14 @@ __device__ __forceinline__ void mask_rows(float (&scores)[N], BwdParams const& p
 }
 
 // A packed accumulator of dS^T to its tile, 8 x 8 matrices four at a time.
-template <class Tile>
-__device__ __forceinline__ void store_packed(uint32_t tile, uint32_t const (&x)[16], int warpgroup) {
+template <class Tile, int N>
+__device__ __forceinline__ void store_packed(uint32_t tile, uint32_t const (&x)[N], int warpgroup) {
     int const lane = threadIdx.x % 32;
     int const row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16 + lane % 16;
     uint32_t const first = tile + row * Tile::kRowBytes + ((lane / 16 ^ row % 8) << 4);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        uint32_t const address = first ^ (j << 5);  // the tile is aligned to the swizzle's period
+    for (int j = 0; j < N / 4; ++j) {
+        uint32_t const address = (first ^ (j % 4 << 5)) + j / 4 * Tile::kChunkBytes;  // aligned to the swizzle's period
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[4 * j]),
                      "r"(x[4 * j + 1]), "r"(x[4 * j + 2]), "r"(x[4 * j + 3])
                      : "memory");
@@ -95,31 +98,43 @@ __device__ __forceinline__ void bwd_store_gradient(BwdParams const& p, KeyItem c
                                      num_keys, p.fwd.head_dim);
 }
 
-// The two scalars of each of the thread's column pairs, from a stage's row scalars.
+// The two scalars of the thread's j-th pair of columns, from a stage's row scalars.
+__device__ __forceinline__ float2 column_pair(float const* scalars, int j) {
+    return *reinterpret_cast<float2 const*>(scalars + 8 * j + 2 * (threadIdx.x % 4));
+}
+
+// Minus the scalars of the columns, as what accumulators begin with.
 template <int N>
-__device__ __forceinline__ void fill_columns(float (&x)[N], float const* scalars, float factor) {
+__device__ __forceinline__ void fill_columns(float (&x)[N], float const* scalars) {
 #pragma unroll
     for (int j = 0; j < N / 4; ++j) {
-        float2 const pair = *reinterpret_cast<float2 const*>(scalars + 8 * j + 2 * (threadIdx.x % 4));
-        x[4 * j] = x[4 * j + 2] = pair.x * factor;
-        x[4 * j + 1] = x[4 * j + 3] = pair.y * factor;
+        float2 const pair = column_pair(scalars, j);
+        x[4 * j] = x[4 * j + 2] = -pair.x;
+        x[4 * j + 1] = x[4 * j + 3] = -pair.y;
     }
 }
 
 // One warpgroup's state over the blocks of an item. Order of its products: S_i, dQ_{i-1}, dV_i, dP_i, dK_i. dQ comes one
 // block late, so that the exchange of dS never makes one warpgroup wait for the other and the two drift apart: while one
-// computes exponentials, the other has the tensor cores. lse and D enter as initial values of the accumulators of S^T and
-// dP^T: P = exp2(scale (S - lse / scale)), dS = P (dP - D), without a load behind the products.
+// computes exponentials, the other has the tensor cores. D enters as initial values of dP^T's accumulators.
 template <class T>
 __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     using Element = typename T::Element;
     using TileK = typename T::TileK;
     using TileQ = typename T::TileQ;
     using TileS = typename T::TileS;
-    constexpr int kD = T::kHeadDim, kM = kBlockRows;
+    constexpr int kD = T::kHeadDim, kM = T::kBlockM;
     BwdParams const& p = args.params;
     int const warpgroup = uniform_warpgroup() - 1, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     bool const signals = thread == 0;
+    // A pair's stages are free when both CTAs have read them. Every release counts twice: here and there, or twice here.
+    int const other = cluster_rank() ^ s.paired;
+    auto const release = [&](Barrier& empty) {
+        if (signals) {
+            empty.arrive();
+            arrive_at(empty, other);
+        }
+    };
     float const scale_log2 = (T::kSoftcap ? p.fwd.softcap : p.fwd.softmax_scale) * kLog2e;
     float const tanh_scale = T::kSoftcap ? p.fwd.softmax_scale / p.fwd.softcap : 0.f;
 
@@ -128,14 +143,18 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     for (int i = 0; i < kD / 2; ++i) { dk[i] = dv[i] = 0.f; }
     pin(dk);
     pin(dv);
-    float probs[kM / 2];  // S^T, then P^T
+    float probs[kM / 2];        // S^T, then P^T
+    uint32_t packed_p[kM / 4];  // P^T
+    float2 lse[kM / 8];
 
     uint32_t const desc_k =
-        TileK::template descriptor<Major::K>(smem_address(s.keys[0]) + 64 * TileK::kRowBytes * warpgroup);
+        TileK::template descriptor<Major::K>(operand_address(s.keys[0]) + 64 * TileK::kRowBytes * warpgroup);
     uint32_t const desc_v =
-        TileK::template descriptor<Major::K>(smem_address(s.keys[1]) + 64 * TileK::kRowBytes * warpgroup);
+        TileK::template descriptor<Major::K>(operand_address(s.keys[1]) + 64 * TileK::kRowBytes * warpgroup);
     uint32_t const desc_k_dq = TileK::template descriptor<Major::MN>(
-        smem_address(s.keys[0]) + (T::kDqTurns ? 0 : T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup));
+        operand_address(s.keys[0]) + (T::kDqWhole ? 0 : T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup));
+    // dV may be under way while dP^T's accumulators are filled, where both its operand P^T and they have registers.
+    constexpr int kPending = kM > kBlockRows ? 0 : 1;
     Ring<T::kStages> ring;  // the block's stage
     Ring<2> ds;             // its dS buffer
     StageRows rows;
@@ -146,18 +165,20 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     auto const fetch_block = [&] {
         s.full[0][ring.stage].wait(ring.phase);
         rows = s.stage_rows[ring.stage];
-        if constexpr (!T::kSoftcap) { fill_columns(probs, s.scalars[0][ring.stage], -1.f / scale_log2); }
+        if constexpr (!T::kSoftcap) {  // where tanh needs the registers, lse is read behind it
+#pragma unroll
+            for (int j = 0; j < kM / 8; ++j) { lse[j] = column_pair(s.scalars[0][ring.stage], j); }
+        }
     };
     auto const issue_scores = [&] {
         pin(probs);
         wgmma_fence();
-        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, T::kSoftcap>(
-            probs, desc_k, TileQ::template descriptor<Major::K>(smem_address(s.rows[0][ring.stage])));
+        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, true>(
+            probs, desc_k, TileQ::template descriptor<Major::K>(operand_address(s.rows[0][ring.stage])));
         wgmma_commit();
     };
-    // S^T to P^T; starts dV.
+    // S^T to P^T.
     auto const probabilities = [&] {
-        uint32_t packed[kM / 4];
         pin(probs);
         if constexpr (T::kSoftcap) {
 #pragma unroll
@@ -166,40 +187,42 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         if (rows.masked()) { mask_rows(probs, p, s.item, rows.block(), 64 * warpgroup + thread / 32 * 16 + lane / 4); }
 #pragma unroll
         for (int j = 0; j < kM / 8; ++j) {
-            float2 lse = make_float2(0.f, 0.f);
-            if constexpr (T::kSoftcap) {
-                lse = *reinterpret_cast<float2 const*>(&s.scalars[0][ring.stage][8 * j + 2 * (lane % 4)]);
-            }
+            if constexpr (T::kSoftcap) { lse[j] = column_pair(s.scalars[0][ring.stage], j); }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float& x = probs[4 * j + 2 * half];
                 float& y = probs[4 * j + 2 * half + 1];
-                float const px = exp2_approx(x * scale_log2 - lse.x), py = exp2_approx(y * scale_log2 - lse.y);
-                packed[2 * j + half] = pack<Element>(px, py);
+                float const px = exp2_approx(x * scale_log2 - lse[j].x), py = exp2_approx(y * scale_log2 - lse[j].y);
+                packed_p[2 * j + half] = pack<Element>(px, py);
                 x = T::kSoftcap ? px * fmaxf(1.f - x * x, 0.f) : px;  // dS takes tanh's derivative along
                 y = T::kSoftcap ? py * fmaxf(1.f - y * y, 0.f) : py;
             }
         }
+    };
+    auto const fill_dprobs = [&](float(&dprobs)[kM / 2]) {
         s.full[1][ring.stage].wait(ring.phase);
-        pin(packed);
+        fill_columns(dprobs, s.scalars[1][ring.stage]);
+    };
+    auto const issue_dv = [&] {
+        s.full[1][ring.stage].wait(ring.phase);
+        pin(packed_p);
         wgmma_fence();
         gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
-            dv, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[1][ring.stage])));
+            dv, packed_p, TileQ::template descriptor<Major::MN>(operand_address(s.rows[1][ring.stage])));
         wgmma_commit();
     };
-    auto const fill_dprobs = [&](float(&dprobs)[kM / 2]) { fill_columns(dprobs, s.scalars[1][ring.stage], -1.f); };
-    // dP^T and dS^T; dK; the next block's rows.
-    auto const gradients = [&](float(&dprobs)[kM / 2]) {
-        uint32_t packed[kM / 4];
+    auto const issue_dprobs = [&](float(&dprobs)[kM / 2]) {
         pin(dprobs);
         wgmma_fence();
         gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, false>(
-            dprobs, desc_v, TileQ::template descriptor<Major::K>(smem_address(s.rows[1][ring.stage])));
+            dprobs, desc_v, TileQ::template descriptor<Major::K>(operand_address(s.rows[1][ring.stage])));
         wgmma_commit();
-        wgmma_wait<0>();
+    };
+    // dS^T, a register operand, and dK.
+    auto const issue_dk = [&](float(&dprobs)[kM / 2], uint32_t(&packed)[kM / 4]) {
         pin(dprobs);
         pin(dv);
-        if (signals) { s.empty[1][ring.stage].arrive(); }
+        release(s.empty[1][ring.stage]);
 #pragma unroll
         for (int i = 0; i < kM / 4; ++i) {
             packed[i] = pack<Element>(probs[2 * i] * dprobs[2 * i], probs[2 * i + 1] * dprobs[2 * i + 1]);
@@ -207,32 +230,36 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         pin(packed);
         wgmma_fence();
         gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
-            dk, packed, TileQ::template descriptor<Major::MN>(smem_address(s.rows[0][ring.stage])));
+            dk, packed, TileQ::template descriptor<Major::MN>(operand_address(s.rows[0][ring.stage])));
         wgmma_commit();
-        if constexpr (T::kWithDq) {
-            // Two buffers suffice: who writes this one has waited for the other warpgroup's part of the next one, which is
-            // written behind that warpgroup's reads of this one.
-            store_packed<TileS>(smem_address(s.ds[ds.stage]), packed, warpgroup);
-            fence_async_proxy();
-            __syncwarp();
-            if (lane == 0) { s.ds_full[ds.stage].arrive(); }
-            dq_tile = rows.dq_tile;
-        }
+    };
+    // dS^T for the other warpgroup. Two buffers suffice: who writes this one has waited for the other's part of the next
+    // one, which is written behind that warpgroup's reads of this one.
+    auto const share_ds = [&](uint32_t const(&packed)[kM / 4]) {
+        store_packed<TileS>(smem_address(s.ds[ds.stage]), packed, warpgroup);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) { s.ds_full[ds.stage].arrive(); }
+        dq_tile = rows.dq_tile;
+    };
+    auto const next_block = [&] {
         int const stage = ring.stage;
         ring.advance();
         fetch_block();
         wgmma_wait<0>();  // dK: across the loop's end, ptxas would want 16 more registers for dS
         pin(dk);
-        if (signals) { s.empty[0][stage].arrive(); }
+        release(s.empty[0][stage]);
     };
     auto const issue_dq = [&](float(&dq)[T::kDqColumns / 2]) {
         s.ds_full[ds.stage].wait(ds.phase);
         wgmma_fence();
         gemm_ss<Element, T::kDqColumns, T::kBlockN / 16, TileS, Major::MN, TileK, Major::MN, true>(
-            dq, TileS::template descriptor<Major::MN>(smem_address(s.ds[ds.stage])), desc_k_dq);
+            dq,
+            TileS::template descriptor<Major::MN>(operand_address(s.ds[ds.stage]) +
+                                                  (kM > kBlockRows ? warpgroup * TileS::kChunkBytes : 0)),
+            desc_k_dq);
         wgmma_commit();
     };
-    // `meanwhile` runs while the stores are under way.
     auto const store_dq = [&](float(&dq)[T::kDqColumns / 2], int of, auto const& meanwhile) {
         pin(dq);
         named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
@@ -241,14 +268,14 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         for (int i = 0; i < T::kDqColumns / 8; ++i) {
             tile[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
         }
-        if (signals) { s.dq_tile[warpgroup] = of; }
+        if (signals) { s.dq_tile[warpgroup] = kM > kBlockRows ? of + warpgroup : of; }
         meanwhile();
         fence_async_proxy();
         named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
     };
-    // All of a block's dQ at once, where the warpgroups take turns.
-    auto const dq_in_turn = [&](int of) {
-        if (ds.stage == warpgroup) {
+    // dQ of the block before with nothing beside it: where warpgroups take turns, and where registers are short.
+    auto const dq_alone = [&](int of) {
+        if (!T::kDqTurns || ds.stage == warpgroup) {
             float dq[T::kDqColumns / 2];
             issue_dq(dq);
             wgmma_wait<0>();
@@ -259,46 +286,60 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     s.keys_full.wait(0);
     fetch_block();
     if (rows.dq_tile >= 0) {
-        issue_scores();
-        wgmma_wait<0>();
-        probabilities();
         {
             float dprobs[kM / 2];
+            uint32_t packed[kM / 4];
+            issue_scores();
+            wgmma_wait<0>();
+            probabilities();
+            issue_dv();
+            wgmma_wait<kPending>();
+            named_sync(kScoreBarrier + warpgroup, 128);
             fill_dprobs(dprobs);
-            gradients(dprobs);
+            issue_dprobs(dprobs);
+            wgmma_wait<0>();
+            issue_dk(dprobs, packed);
+            if constexpr (T::kWithDq) { share_ds(packed); }
+            next_block();
         }
 #pragma unroll 1
         while (rows.dq_tile >= 0) {
             float dprobs[kM / 2];
+            uint32_t packed[kM / 4];
             issue_scores();
             if constexpr (T::kWithDq && !T::kDqTurns) {
                 float dq[T::kDqColumns / 2];
                 issue_dq(dq);
                 wgmma_wait<1>();  // S^T
                 probabilities();
-                wgmma_wait<1>();
+                issue_dv();
+                wgmma_wait<kPending>();
                 store_dq(dq, dq_tile, [&] { fill_dprobs(dprobs); });
+                issue_dprobs(dprobs);
+                wgmma_wait<0>();
+                issue_dk(dprobs, packed);
+                ds.advance();
+                share_ds(packed);
             } else {
                 wgmma_wait<0>();
                 probabilities();
+                issue_dv();
                 if constexpr (T::kWithDq) {
-                    dq_in_turn(dq_tile);
-                } else {  // keeps ptxas from loading D early, in registers that it then spills others for
+                    dq_alone(dq_tile);
+                } else {  // the barrier keeps ptxas from loading D early, in registers that it then spills others for
+                    wgmma_wait<kPending>();
                     named_sync(kScoreBarrier + warpgroup, 128);
                 }
                 fill_dprobs(dprobs);
+                issue_dprobs(dprobs);
+                wgmma_wait<0>();
+                issue_dk(dprobs, packed);
+                ds.advance();
+                if constexpr (T::kWithDq) { share_ds(packed); }
             }
-            ds.advance();
-            gradients(dprobs);
+            next_block();
         }
-        if constexpr (T::kWithDq && T::kDqTurns) {
-            dq_in_turn(dq_tile);
-        } else if constexpr (T::kWithDq) {
-            float dq[T::kDqColumns / 2];
-            issue_dq(dq);
-            wgmma_wait<0>();
-            store_dq(dq, dq_tile, [] {});
-        }
+        if constexpr (T::kWithDq) { dq_alone(dq_tile); }
     }
     if constexpr (T::kWithDq) {
         named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);

@@ -34,21 +34,41 @@ __global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(__grid_constant__ A
     }
 }
 
+// The other CTA's item, where the two of a cluster work as a pair: whole neighbouring tiles of one context, which see the
+// same rows but for a few blocks at the diagonal. They share the loads of Q and dO.
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(__grid_constant__ BwdArgs const args) {
+__device__ __forceinline__ bool find_pair(Plan const& plan, int index, KeyItem const& item, KeyItem& other) {
+    if (T::kCluster == 1 || (index ^ 1) >= plan.num_key_items) { return false; }
+    other = plan.key_items[index ^ 1];
+    return item.region == 1 && other.region == 1 && item.num_keys == T::kBlockN && other.num_keys == T::kBlockN &&
+           item.split == other.split && item.row_end == other.row_end &&
+           max(item.row_begin, other.row_begin) < item.row_end &&
+           abs(item.row_begin - other.row_begin) <= 4 * kBlockRows;
+}
+
+template <class T>
+__global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThreads, 1)
+    bwd_kernel(__grid_constant__ BwdArgs const args) {
     extern __shared__ __align__(1024) char memory[];
     BwdStorage<T>& s = *reinterpret_cast<BwdStorage<T>*>(memory);
+    Plan const& plan = args.params.fwd.plan;
     int item_index, head;
-    args.order.decode(blockIdx.x, item_index, head);
-    KeyItem const item = args.params.fwd.plan.key_items[item_index];
+    args.order.decode(blockIdx.x / T::kCluster, item_index, head);
+    item_index = item_index * T::kCluster + blockIdx.x % T::kCluster;
+    if (item_index >= plan.num_key_items) { return; }
+    KeyItem const item = plan.key_items[item_index];
     if (item.num_keys == 0) { return; }
+    KeyItem other;
+    bool const paired = find_pair<T>(plan, item_index, item, other);
     if (threadIdx.x == 0) {
         s.init();
         s.item = item;
         s.head_k = head;
+        s.set_pair(paired, paired ? other : item);
         fence_barrier_init();
     }
     __syncthreads();
+    if (paired) { cluster_sync(); }
     if (threadIdx.x < 128) {
         shrink_registers<T::kLoadRegisters>();
         int const warp = threadIdx.x / 32;
@@ -67,6 +87,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(__grid_constant__ B
             bwd_mma<T>(args, s);
         }
     }
+    __syncwarp();
+    if (s.paired) { cluster_sync(); }  // nobody leaves while the other may still write here
 }
 
 inline cudaError_t num_multiprocessors(int& count) {
@@ -139,13 +161,12 @@ cudaError_t launch_bwd(BwdParams const& p, cudaStream_t stream) {
                                                          p.dout_row_stride, p.dout_head_stride)));
     FLASH_ATTN_TRY((make_key_maps<Element, typename T::TileK>(f, args.maps.keys[0], args.maps.keys[1])));
     int const heads = p.head_k_end - p.head_k_begin;
-    // All heads of an entry together: context tiles are nearly equally long, so CTAs that share rows stay in step, and the list's
-    // short end fills the last wave of every head at once.
-    args.order = {f.plan.num_key_items, heads, heads, p.head_k_begin};
+    // Head after head: all CTAs read the same rows at about the same time, and update the same dQ.
+    args.order = {(f.plan.num_key_items + T::kCluster - 1) / T::kCluster, heads, 1, p.head_k_begin};
     if (args.order.size() == 0) { return cudaSuccess; }
     constexpr int kBytes = sizeof(BwdStorage<T>);
     FLASH_ATTN_TRY(cudaFuncSetAttribute(bwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    bwd_kernel<T><<<args.order.size(), T::kThreads, kBytes, stream>>>(args);
+    bwd_kernel<T><<<args.order.size() * T::kCluster, T::kThreads, kBytes, stream>>>(args);
     return cudaGetLastError();
 }
 

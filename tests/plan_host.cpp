@@ -72,7 +72,7 @@ extern "C" int plan_on_host(int const* segments, int const* sizes, int* row_span
     std::vector<KeyItem> keys;
     for (int i = 0; i < std::min(num_keys, p.key_capacity); ++i) {
         KeyTile const tile = key_item_tile(p, i);
-        keys.push_back(make_key_item(p, tile, key_item_rows(p, tile, 0, 1)));
+        keys.push_back(make_key_item(p, tile, key_item_rows(p, tile, tile.keys, 0, 1), key_item_rows(p, tile, tile.pair, 0, 1)));
     }
     sort_items(queries, reinterpret_cast<QueryItem*>(query_items), p.query_capacity);
     sort_items(keys, reinterpret_cast<KeyItem*>(key_items), p.key_capacity);

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+Rows = tuple[int, int]
+KeyTiles = tuple[Rows, list[list[int]]]
 BLOCK_ROWS = 64
 CHUNK_SEGMENTS = 64  # tiles end where a segment's index is a multiple: one thread walks one chunk
 COST_QUANTUM = 128  # a tile of keys (rows) is paid whole
@@ -221,8 +223,11 @@ def _decoded_pieces(t: _Table, context_in_k: bool) -> tuple[tuple[int, int], lis
     return (0, before[0]), pieces
 
 
-def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list[list[int]]:
-    """[region, key_begin, num_keys, row_begin, row_end]: decoded tiles, then context tiles."""
+def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list[KeyTiles]:
+    """Decoded tiles one by one, then context tiles in pairs of neighbours, one for each block of a cluster.
+
+    Each with the rows of the pair: (begin, end), [[region, key_begin, num_keys, row_begin, row_end], ...].
+    """
     lead, pieces = _decoded_pieces(t, context_in_k)
 
     def rows(s: int, begin: int, end: int) -> tuple[int, int]:
@@ -232,15 +237,15 @@ def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list
         return pieces[a][1] == pieces[b][0]
 
     runs = _runs(pieces, joinable, lambda s, b, e: [rows(s, b, e)], block, spanning)
-    items: list[list[int]] = []
+    items: list[KeyTiles] = []
     for begin, end in _tiles([lead] if lead[0] < lead[1] else [], block):
-        items.append([0, begin, end - begin, 0, 0])
+        items.append(((0, 0), [[0, begin, end - begin, 0, 0]]))
     for begin, end in _tiles(runs, block):
         hull = (0, 0)
         for s, (pb, pe) in enumerate(pieces):
             if pb < end and pe > begin:
                 hull = _union(hull, rows(s, max(pb, begin), min(pe, end)))
-        items.append([0, begin, end - begin, *hull])
+        items.append((hull, [[0, begin, end - begin, *hull]]))
 
     heads = [s for s in range(t.num_segments) if t.context_head(s)]
     groups: list[tuple[int, int, int, int]] = []  # key range, row range
@@ -252,8 +257,12 @@ def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list
     if not context_in_k:  # a tensor of its own is covered as a whole, seen or not
         groups = [(0, t.total_context, 0, t.total_q)]
     for kb, ke, rb, re in groups:
-        for begin, end in _tiles([(kb, ke)] if kb < ke else [], block):
-            items.append([1, begin, end - begin, *_rows_seeing(t, (rb, re), 0, begin, end)])
+        for pair_begin, pair_end in _tiles([(kb, ke)] if kb < ke else [], 2 * block):
+            pair = [
+                [1, begin, end - begin, *_rows_seeing(t, (rb, re), 0, begin, end)]
+                for begin, end in _tiles([(pair_begin, pair_end)], block)
+            ]
+            items.append((_rows_seeing(t, (rb, re), 0, pair_begin, pair_end), pair))
     return items
 
 
@@ -305,13 +314,13 @@ def build_plan(
         queries.append([begin, end - begin, cost, 0, *context, *decoded])
 
     keys: list[list[int]] = []
-    for region, key_begin, num_keys, rb, re in _key_tiles(t, tile.bwd_block_n, context_in_k, spanning):
-        if region == 1 and num_splits > 1:
-            for part in range(num_splits):
-                lo, hi = _split_rows(rb, re, part, num_splits)
-                keys.append([region, key_begin, num_keys, lo, hi, hi - lo, part, 0])
-        else:
-            keys.append([region, key_begin, num_keys, rb, re, re - rb, -1, 0])
+    for pair_rows, pair in _key_tiles(t, tile.bwd_block_n, context_in_k, spanning):
+        for part in range(num_splits) if pair[0][0] == 1 and num_splits > 1 else [-1]:
+            cut = pair_rows if part < 0 else _split_rows(*pair_rows, part, num_splits)
+            for region, key_begin, num_keys, rb, re in pair:
+                lo, hi = max(rb, cut[0]), min(re, cut[1])
+                rows = (lo, hi) if lo < hi else (0, 0)
+                keys.append([region, key_begin, num_keys, *rows, cut[1] - cut[0], part, 0])
 
     num_segments = t.num_segments
     return Plan(

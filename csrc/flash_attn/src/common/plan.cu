@@ -107,10 +107,14 @@ __global__ void __launch_bounds__(kThreads) plan_items_kernel(__grid_constant__ 
     i -= p.query_capacity;
     if (i >= p.num_items[1]) return;
     KeyTile const tile = key_item_tile(p, i);
-    Interval rows = key_item_rows(p, tile, lane, 32);
-    for (int offset = 16; offset > 0; offset /= 2)
-        rows = hull(rows, Interval{__shfl_xor_sync(kAllLanes, rows.begin, offset), __shfl_xor_sync(kAllLanes, rows.end, offset)});
-    if (lane == 0) p.unsorted_key_items[i] = make_key_item(p, tile, rows);
+    auto const rows_of = [&](Interval keys) {
+        Interval rows = key_item_rows(p, tile, keys, lane, 32);
+        for (int offset = 16; offset > 0; offset /= 2)
+            rows = hull(rows, Interval{__shfl_xor_sync(kAllLanes, rows.begin, offset), __shfl_xor_sync(kAllLanes, rows.end, offset)});
+        return rows;
+    };
+    Interval const rows = rows_of(tile.keys), pair_rows = rows_of(tile.pair);
+    if (lane == 0) p.unsorted_key_items[i] = make_key_item(p, tile, rows, pair_rows);
 }
 
 // Moves item i to its rank: the number of items that cost more, or as much and stand before it. Quadratic, in parallel.

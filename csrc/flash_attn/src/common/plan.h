@@ -253,10 +253,12 @@ FLASH_ATTN_HOST_DEVICE QueryItem make_query_item(Interval rows, RowBounds const&
     return item;
 }
 
-// Keys of the i-th key item in table order: decoded tiles, then context tiles with their splits. Rows are still missing.
+// Keys of the i-th key item in table order: decoded tiles, then context tiles with their splits, two neighbours in turn. Rows
+// are still missing.
 struct KeyTile {
     int slot, split;
     Interval keys;
+    Interval pair;  // of a context tile and its neighbour, the keys of both: they are cut alike, cost the same and stay together
 };
 
 FLASH_ATTN_HOST_DEVICE KeyTile key_item_tile(PlanParams const& p, int i) {
@@ -264,15 +266,27 @@ FLASH_ATTN_HOST_DEVICE KeyTile key_item_tile(PlanParams const& p, int i) {
     KeyTile t;
     t.slot = find_run(p.key_runs + 2 * slots, slots, i);
     int tile = i - p.key_runs[2 * slots + t.slot];
+    int const run_begin = p.key_runs[t.slot], run_end = p.key_runs[slots + t.slot];
+    int first = tile, width = 1;  // tiles of the pair
     t.split = -1;
-    if (is_context_slot(p, t.slot) && p.num_splits > 1) t.split = tile % p.num_splits, tile /= p.num_splits;
-    int const begin = p.key_runs[t.slot] + tile * p.bwd_block_n;
-    t.keys = {begin, min_of(begin + p.bwd_block_n, p.key_runs[slots + t.slot])};
+    if (is_context_slot(p, t.slot)) {
+        int const tiles = (run_end - run_begin - 1) / p.bwd_block_n + 1;
+        first = tile / (2 * p.num_splits) * 2;
+        width = first + 1 < tiles ? 2 : 1;
+        int const rest = tile - first * p.num_splits;
+        if (p.num_splits > 1) t.split = rest / width;
+        tile = first + rest % width;
+    }
+    int const begin = run_begin + tile * p.bwd_block_n, pair_begin = run_begin + first * p.bwd_block_n;
+    t.keys = {begin, min_of(begin + p.bwd_block_n, run_end)};
+    t.pair = {pair_begin, min_of(pair_begin + width * p.bwd_block_n, run_end)};
     return t;
 }
 
-// Rows that see the tile. Segments are visited by `num_lanes` lanes, whose results the caller joins.
-FLASH_ATTN_HOST_DEVICE Interval key_item_rows(PlanParams const& p, KeyTile const& t, int lane, int num_lanes) {
+// Rows that see any of `keys`, those of the tile or of its pair. Segments are visited by `num_lanes` lanes, whose results the
+// caller joins.
+FLASH_ATTN_HOST_DEVICE Interval key_item_rows(PlanParams const& p, KeyTile const& t, Interval keys, int lane,
+                                              int num_lanes) {
     Interval rows{0, 0};
     if (t.slot == 0) return rows;
     if (is_context_slot(p, t.slot)) {
@@ -281,28 +295,30 @@ FLASH_ATTN_HOST_DEVICE Interval key_item_rows(PlanParams const& p, KeyTile const
         for (int s = head + lane; s < p.num_segments; s += num_lanes) {
             Segment const g = load_segment(p, s);
             if (p.context_in_k && !same_context(g, group)) break;
-            rows = hull(rows, rows_seeing_context(p, g, t.keys));
+            rows = hull(rows, rows_seeing_context(p, g, keys));
         }
         return rows;
     }
     for (int s = t.slot - 1 + lane; s < p.num_segments; s += num_lanes) {
         Segment const g = load_segment(p, s);
-        if (g.k.begin >= t.keys.end) break;
-        rows = hull(rows, rows_seeing_decoded(p, g, t.keys));
+        if (g.k.begin >= keys.end) break;
+        rows = hull(rows, rows_seeing_decoded(p, g, keys));
     }
     return rows;
 }
 
-FLASH_ATTN_HOST_DEVICE KeyItem make_key_item(PlanParams const& p, KeyTile const& t, Interval rows) {
-    if (t.split >= 0 && !rows.empty()) {  // cut on the 64-row grid, so that no block is visited twice
-        int64_t const first = rows.begin / kBlockRows, count = (rows.end - 1) / kBlockRows + 1 - first;
+// rows: of the tile; pair_rows: of its pair.
+FLASH_ATTN_HOST_DEVICE KeyItem make_key_item(PlanParams const& p, KeyTile const& t, Interval rows, Interval pair_rows) {
+    if (t.split >= 0 && !pair_rows.empty()) {  // cut on the 64-row grid, so that no block is visited twice
+        int64_t const first = pair_rows.begin / kBlockRows, count = (pair_rows.end - 1) / kBlockRows + 1 - first;
         Interval const part{int(first + count * t.split / p.num_splits) * kBlockRows,
                             int(min_of<int64_t>((first + count * (t.split + 1) / p.num_splits) * kBlockRows, INT32_MAX))};
         rows = intersect(rows, part);
+        pair_rows = intersect(pair_rows, part);
     }
     if (rows.empty()) rows = {0, 0};
-    int const region = is_context_slot(p, t.slot) ? 1 : 0;
-    return {region, t.keys.begin, t.keys.end - t.keys.begin, rows.begin, rows.end, rows.end - rows.begin, t.split, 0};
+    int const region = is_context_slot(p, t.slot) ? 1 : 0, cost = max_of(0, pair_rows.end - pair_rows.begin);
+    return {region, t.keys.begin, t.keys.end - t.keys.begin, rows.begin, rows.end, cost, t.split, 0};
 }
 
 }  // namespace flash_attn
