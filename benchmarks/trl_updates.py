@@ -230,9 +230,9 @@ def rows_of(
     from flash_attn.shared_prompt.cost_model import GroupLens
 
     group = [GroupLens(cell.prompt_len, (cell.response_len,) * cell.num_responses)]
+    num_calls = cell.num_responses // bench.rows_per_call("replicated-sdpa", cell)
     flops = {shared: bench.flop_model.cost(group, shared=shared) for shared in (True, False)}
     config, o = bench.model.config, bench.options
-    num_calls = cell.num_responses // bench.rows_per_call("replicated-sdpa", cell)
     case = {
         "model": o.model, "N": cell.num_responses, "P": cell.prompt_len, "R": cell.response_len, "groups": 1,
         "H": config.num_attention_heads, "Hk": config.num_key_value_heads, "dtype": o.dtype,
