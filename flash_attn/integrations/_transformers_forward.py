@@ -29,9 +29,7 @@ def multiplicity_mask(layout: SharedPromptLayout) -> torch.Tensor:
     return layout.multiplicity.unsqueeze(0)
 
 
-def packed_forward(
-    model: torch.nn.Module, packed: PackedBatch | ulysses.ShardedBatch, **kwargs: Any
-) -> Any:
+def packed_forward(model: torch.nn.Module, packed: PackedBatch | ulysses.ShardedBatch, **kwargs: Any) -> Any:
     """One forward of a shared-prompt pack, refused before it runs where the model is not supported, and
     checked after it.
 
