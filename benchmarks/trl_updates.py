@@ -306,7 +306,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--cost-model", type=Path, metavar="FILE", help="calibration: read if there, else made and written"
     )
     parser.add_argument("--calibrate", type=float, default=60.0, metavar="SECONDS", help="0: count FLOPs")
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file; other cells in it stay")
     return parser.parse_args(arguments)
 
 
@@ -329,6 +329,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         if options.cost_model is not None:
             options.cost_model.write_text(json.dumps(bench.cost_model.as_dict()))
     rows: list[dict[str, Any]] = []
+    others = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
     for cell in options.cells or grid(options):
         found = measure(bench, cell, options.providers)
         new = rows_of(bench, cell, found, about)
@@ -336,7 +337,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         rows += new
         if options.out:  # after every cell: a run that is stopped keeps what it measured
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(rows, indent=1) + "\n")
+            new_cases = [row["case"] for row in rows]
+            kept = [row for row in others if row["case"] not in new_cases]
+            options.out.write_text(json.dumps(kept + rows, indent=1) + "\n")
     return rows
 
 

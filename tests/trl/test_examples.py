@@ -158,13 +158,16 @@ def test_the_update_benchmark_times_both_ways(tmp_path, capsys):
     from trl_updates import main
 
     out = tmp_path / "updates.json"
+    earlier = {"case": {"model": "another"}}
+    out.write_text(json.dumps([earlier]))
     main([
         "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--prompt-lens", "256",
         "--num-responses", "8", "--response-len", "8", "--providers",
         "shared", "replicated-sdpa", "replicated-flash_attention_2", "--repeats", "1", "--calibrate", "0",
         "--replicated-tokens", "1100", "--out", str(out),
     ])  # fmt: skip
-    shared, sdpa, flash = json.loads(out.read_text())
+    kept, shared, sdpa, flash = json.loads(out.read_text())
+    assert kept == earlier
     assert shared["provider"] == "trl-shared" and shared["time_ms"] > 0 and sdpa["time_ms"] > 0
     assert flash["error"].startswith("ImportError")  # no GPU here, and no time that was not measured
     assert "time_ms" not in flash
