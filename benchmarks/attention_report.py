@@ -117,9 +117,12 @@ def gpu_tests(report: dict[str, Any], markdown_table: Table) -> str:
         numbers = {**counts, "failed": failed}
         lines.append((f"`{name}`" if name != "all" else name, *(str(numbers.get(o, 0)) for o in outcomes)))
     failures = "".join(f"\n- `{name}`" for name in report["failures"])
+    what = report["kernels"] if report.get("kernels") else f"backend {report.get('backend', 'unknown')}"
+    seconds = f"; {report['seconds']:.0f} s" if "seconds" in report else ""
+    note = f" {report['note']}" if report.get("note") else ""
     return f"""\
 {report["gpu"]}, CUDA {report["cuda"]}, torch {report["torch"]}, Python {report["python"]}, commit
-{report["commit"][:12]}; kernels: {report["kernels"]}; {report["seconds"]} s.
+{report["commit"][:12]}; {what}{seconds}.{note}
 
 {markdown_table(lines)}{chr(10) + chr(10) + "Not passed:" + chr(10) + failures if failures else ""}"""
 

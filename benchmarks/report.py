@@ -140,7 +140,7 @@ BLOCKS = {
         Block("kernel_tables", "*/kernels*.json", kernel_tables, kernel_report.draw, OWN),
         Block("error_growth", "*/error_growth.json", error_growth, attention_report.draw_error_growth, OWN),
         Block("break_even", "*/break_even.json", break_even, attention_report.draw_break_even, OWN),
-        Block("gpu_tests", "*/tests.json", gpu_tests, None, OWN),
+        Block("gpu_tests", "*/tests*.json", gpu_tests, None, OWN),
         Block("gemma4_stack", "*/gemma4_stack.json", gemma4_stack, gemma4.draw),
         Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
         Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
