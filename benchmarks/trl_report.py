@@ -55,6 +55,11 @@ def _gib(row: dict[str, Any] | None) -> str:
     return "-" if row is None or row.get("peak_gib") is None else f"{row['peak_gib']:.1f}"
 
 
+def _verdict(row: dict[str, Any]) -> str:
+    """Of the planner; by FLOPs where it was not calibrated."""
+    return row["verdict"] + ("" if row["cost_model"]["unit"] == "seconds" else " (FLOPs)")
+
+
 def updates(rows: Rows, table: Table) -> str:
     """A table per model, and what holds over all cells."""
     first = rows[0]
@@ -72,7 +77,7 @@ def updates(rows: Rows, table: Table) -> str:
             sdpa, flash = (cell.get(name) for name in REPLICATED)
             lines.append((
                 f"{case['P']}, {case['N']}, {case['R']}", _ms(shared), _ms(sdpa), _ms(flash),
-                "-" if gain is None else f"{gain:.2f}x", relative, shared["verdict"],
+                "-" if gain is None else f"{gain:.2f}x", relative, _verdict(shared),
                 _gib(shared), _gib(flash),
             ))  # fmt: skip
         parts.append(table(lines))
@@ -82,7 +87,7 @@ def updates(rows: Rows, table: Table) -> str:
 and backward of one group in TRL's trainer, random weights and tokens, bf16, medians of interleaved rounds.
 Replicated updates run in micro-batches of rows (*: some of the equal micro-batches were run, and the
 time scaled). The prediction is the ratio of executed FLOPs; Qwen3 runs with checkpointing. "planner" is
-the verdict of the calibrated cost model.
+the verdict of the calibrated cost model (FLOPs: not calibrated).
 
 {tables}
 
