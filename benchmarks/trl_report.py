@@ -165,8 +165,10 @@ def training(data: dict[str, Any], table: Table) -> str:
             )
     seeds = ", ".join(str(x) for x in sorted({run.settings["seed"] for run in runs}))
     learned = "\n".join(sentences)
+    fewest, most = min(len(run.steps) for run in runs), max(len(run.steps) for run in runs)
+    steps = str(most) if fewest == most else f"{fewest} to {most}"
     return f"""\
-{s["loss_type"].upper()} training of {s["model"]} on reasoning-gym's {s["task"]}: {len(runs[0].steps)} steps
+{s["loss_type"].upper()} training of {s["model"]} on reasoning-gym's {s["task"]}: {steps} steps
 of {s["num_prompts"]} prompts of about {s["prompt_length"]} tokens, N={s["num_responses"]}, learning rate
 {s["learning_rate"]:g}, bf16 autocast, seeds {seeds} each way, with the same prompts; {machine["device"]},
 torch {machine["torch"]}, transformers {machine["transformers"]}, {machine["date"]}. All runs shared the GPU,
