@@ -35,7 +35,7 @@ def cells(row: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def table(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
-    head = ("", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "peak GiB")
+    head = ("", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "peak GiB", "scratch GiB")
     parts = []
     for case, providers in merged(rows).items():
         lines: list[tuple[str, ...]] = [(case, *head[1:])]
@@ -46,12 +46,12 @@ def table(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) ->
         }
         for name in sorted(total, key=lambda n: total[n]):
             passes = providers[name]
-            peak = passes["bwd"].get("peak_gib")
-            memory = "-" if peak is None else f"{peak:.1f}"
-            lines.append((name, *cells(passes["fwd"]), *cells(passes["bwd"]), memory))
+            memory = [passes["bwd"].get(key) for key in ("peak_gib", "extra_gib")]
+            sizes = ("-" if gib is None else f"{gib:.1f}" for gib in memory)
+            lines.append((name, *cells(passes["fwd"]), *cells(passes["bwd"]), *sizes))
         for name, passes in providers.items():
             if name not in total:
-                lines.append((name, *cells(passes.get("fwd")), *cells(passes.get("bwd")), "-"))
+                lines.append((name, *cells(passes.get("fwd")), *cells(passes.get("bwd")), "-", "-"))
         parts.append(markdown_table(lines))
     return "\n\n".join(parts)
 
@@ -63,8 +63,9 @@ def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> 
     return f"""\
 {first["gpu"]}, {software}, {first["date"]}; H={c["H"]}, Hk={c["Hk"]}, {c["dtype"]}, causal. All providers are
 interleaved in one process; medians. TFLOP/s count every visible (query, key) pair once and prompts once:
-forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. A dense bf16 matrix product of 8192³ ran at
-{first["matmul_tflops"]} TFLOP/s in the same run.
+forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. Memory is the backward's: most that was
+allocated, inputs included, and what was neither there before nor returned. A dense bf16 matrix product of
+8192³ ran at {first["matmul_tflops"]} TFLOP/s in the same run.
 
 {table(rows, markdown_table)}"""
 

@@ -72,13 +72,13 @@ def test_rows_of_a_gpu_run_become_a_table_and_a_plot(report, tmp_path):
     facts = {"gpu": "a GPU", "driver": "1", "cuda": "13.0", "torch": "2.13.0", "date": "2026-01-01"}
     rows = [
         {**facts, "matmul_tflops": 700, "case": case, "pass": direction, "provider": provider,
-         "time_ms": time_ms, "tflops": 100 / time_ms, "peak_gib": 1.5}
+         "time_ms": time_ms, "tflops": 100 / time_ms, "peak_gib": 1.5, "extra_gib": 0.25}
         for provider, time_ms in (("slow", 4.0), ("fast", 2.0))
         for direction in ("fwd", "bwd")
     ]  # fmt: skip
     text = report.BLOCKS["kernel_tables"].text(rows)
-    assert text.index("| fast | 2.0 | 50 | 2.0 | 50 | 1.5 |") < text.index(
-        "| slow | 4.0 | 25 | 4.0 | 25 | 1.5 |"
+    assert text.index("| fast | 2.0 | 50 | 2.0 | 50 | 1.5 | 0.2 |") < text.index(
+        "| slow | 4.0 | 25 | 4.0 | 25 | 1.5 | 0.2 |"
     )
     report.BLOCKS["kernel_tables"].draw(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
