@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for num_rows in options.micro_batches:
         for provider in options.providers:
-            if not agreed(bench, time.perf_counter() < begin + options.seconds):
+            if rows and not agreed(bench, time.perf_counter() < begin + options.seconds):
                 break
             for row in measure(bench, num_rows, provider, begin + options.seconds):
                 rows.append({**facts, **row})
