@@ -52,6 +52,26 @@ def test_launch_scripts_compose_with_and_without_the_plugin(script, model, tmp_p
     assert found["0"] == found["1"]  # the two runs differ in nothing else
 
 
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_the_settings_of_a_launch_script_reach_the_engine(shared, tmp_path, folder):
+    """veRL's real worker of a cluster, from the script's settings to its engine; only the model is a tiny
+    one. (flash_attention_2, veRL's default, does not exist on CPUs.)"""
+    from tiny import model_path
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    given = overrides("grpo.sh", "qwen3-8b", tmp_path, SHARED=shared, MODEL_PATH=model_path(folder))
+    given.append("+actor_rollout_ref.model.load_tokenizer=false")
+    if shared == "0":
+        given.append("+actor_rollout_ref.model.override_config.attn_implementation=sdpa")
+    with initialize_config_dir(str(Path(verl.trainer.config.__file__).parent), version_base=None):
+        config = compose("ppo_trainer", given)
+    worker = ActorRolloutRefWorker(config=config.actor_rollout_ref, role="actor")
+    worker.init_model()
+    engine = worker.actor.engine
+    assert engine._shares is (shared == "1")
+    assert engine.engine_config.use_dynamic_bsz and engine.engine_config.max_token_len_per_gpu == 20480
+
+
 def test_unknown_models_are_named():
     command = ["bash", str(EXAMPLES / "grpo.sh"), "gpt-5"]
     result = subprocess.run(command, capture_output=True, text=True)
