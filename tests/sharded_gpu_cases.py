@@ -99,3 +99,43 @@ def model(group: dist.ProcessGroup, boundary: str, method: str, device: str = "c
     (values, grads), (values_sp, grads_sp) = results
     worst = max(float((a - b).norm() / a.norm()) for a, b in zip(grads, grads_sp, strict=True))
     return float((values - values_sp).abs().max()), worst
+
+
+def context_parts(
+    num_ranks: int, boundary: str, heads: tuple[int, int], head_dim: int = 128, device: str = "cuda"
+) -> list[str]:
+    """What breaks the rule when the ranks' queries, over the keys brought to them, run one rank after the
+    other here: out and dq of all ranks together, dk and dv summed over them in fp32."""
+    from flash_attn import _calls
+    from flash_attn.shared_prompt._context_keys import _walk
+    from flash_attn.shared_prompt._partition import balanced, rows_of
+
+    layout = SharedPromptLayout.from_lengths(*LENGTHS, device=device, boundary=boundary)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    whole = [
+        torch.randn(layout.total, n, head_dim, generator=generator).bfloat16().to(device) for n in counts
+    ]
+    results = []
+    for low, inputs in ((True, whole), (False, [x.double() for x in whole])):
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        out = reference.attention(*leaves, segments=layout.segments_host, causal=True, low=low)[0]
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, inputs[3])])
+    found = [torch.zeros_like(x, dtype=torch.float32) for x in (whole[3], *whole[:3])]
+    for parts in balanced(layout, num_ranks):
+        table, keys, _ = _walk(layout, parts)
+        rows, keys = rows_of(parts, layout).to(device), keys.to(device)
+        segments = torch.tensor(table, dtype=torch.int32).reshape(-1, 6)
+        q, k, v = (x[i].requires_grad_() for x, i in zip(whole, (rows, keys, keys), strict=False))
+        out, _ = _calls.attention(
+            q, k, v, None, None, segments.to(device), segments, [], len(rows), len(keys), None, True,
+            (-1, -1), 0.0, None, False,
+        )  # fmt: skip
+        grads = torch.autograd.grad(out, (q, k, v), whole[3][rows])
+        for total, index, x in zip(found, (rows, rows, keys, keys), (out.detach(), *grads), strict=True):
+            total.index_add_(0, index, x.float())
+    problems = []
+    for name, x, low_x, ref in zip(("out", "dq", "dk", "dv"), found, *results, strict=True):
+        problem = violation(x.bfloat16(), low_x, ref, torch.bfloat16, float(ref.abs().max()))
+        problems += [f"{name}: {problem}"] if problem else []
+    return problems
