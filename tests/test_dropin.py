@@ -203,4 +203,4 @@ def _rank(rank: int, file: str) -> None:
 
 
 def test_collectives(tmp_path: Path) -> None:
-    mp.spawn(_rank, (str(tmp_path / "store"),), nprocs=2)
+    assert mp.spawn(_rank, (str(tmp_path / "store"),), nprocs=2) is None  # the ranks assert
