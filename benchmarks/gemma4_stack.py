@@ -84,8 +84,7 @@ class Steps:
         from flash_attn.integrations.transformers import log_probs_of_batch
         from flash_attn.shared_prompt import pack, unpack_responses
 
-        prompts = [self.prompt.to(self.device)] * len(self.responses)
-        batch = pack(prompts, [r.to(self.device) for r in self.responses])
+        batch = pack([self.prompt] * len(self.responses), self.responses, device=self.device)
         found = log_probs_of_batch(self.model, batch, compute_entropy=False).log_probs
         found.mean().neg().backward()
         return batch.input_ids.numel(), unpack_responses(found.detach(), batch)[0]

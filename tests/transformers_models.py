@@ -170,7 +170,8 @@ def packed_log_probs(model: Any, packed: Any, **kwargs: Any) -> list[torch.Tenso
 def loss_of(log_probs: list[torch.Tensor]) -> torch.Tensor:
     """A weighted sum in which no two tokens weigh the same."""
     flat = torch.cat(list(log_probs))
-    return (flat * torch.linspace(-1.0, 1.5, flat.numel(), dtype=flat.dtype)).sum()
+    weights = torch.linspace(-1.0, 1.5, flat.numel(), dtype=flat.dtype, device=flat.device)
+    return (flat * weights).sum()
 
 
 def gradients(model: Any, log_probs: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -28,6 +28,9 @@ def test_equal_to_windows_on_the_replicated_batch(
     )
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         want = replicated(case, window_size)
-    magnitude = max(float(x.abs().max()) for x in want.values())  # rows that see themselves alone: dq is 0
+    magnitude = max(float(x.abs().max()) for x in want.values())
     for name, x in want.items():
-        assert_close(name, got[name], low[name], x, case.dtype, magnitude)
+        if window_size == (0, 0) and name in ("dq", "dk"):  # exactly 0; everything else is noise
+            assert float(got[name].abs().max()) < 1e-4
+        else:
+            assert_close(name, got[name], low[name], x, case.dtype, magnitude)
