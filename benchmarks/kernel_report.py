@@ -133,6 +133,37 @@ responses on themselves, merged). "best FA4": the fastest of FlashAttention-4's 
 {markdown_table(lines)}"""
 
 
+def window_ratios(rows: Rows) -> list[str]:
+    """Of each windowed case: its time over that of its own pairs at the rate of the case without a window."""
+    rates = {}
+    for row in rows:
+        case = {k: v for k, v in row["case"].items() if k != "window_left"}
+        key = (str(sorted(case.items())), row["provider"], row["pass"])
+        rates.setdefault(key, {})["window_left" in row["case"]] = row.get("tflops")
+    return [
+        f"{provider} {direction} {found[False] / found[True]:.2f}"
+        for (_, provider, direction), found in rates.items()
+        if found.get(True) and found.get(False)
+    ]
+
+
+def layers_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
+    """`run.py --cases gemma4`: attention of Gemma-4-31B's layers."""
+    first = rows[0]
+    ratios = window_ratios(rows)
+    windows = "" if not ratios else (
+        "\nTime of the windowed layer over that of its own pairs at the rate without a window: "
+        + ", ".join(ratios) + "."
+    )  # fmt: skip
+    where = f"{first['gpu']}, CUDA {first['cuda']}, torch {first['torch']}, {first['date']}"
+    case = first["case"]
+    return f"""\
+Attention of Gemma-4-31B's layers ({where};
+{case["dtype"]}, H={case["H"]}, medians; every visible pair counts once, and prompts once).{windows}
+
+{table(rows, markdown_table)}"""
+
+
 def draw(rows: Rows, path: Path) -> None:
     """Forward and backward TFLOP/s of every provider, one group of bars a case."""
     import matplotlib

@@ -116,6 +116,11 @@ def trl_updates(rows: list[dict[str, Any]]) -> str:
     return trl_report.updates(rows, markdown_table)
 
 
+def gemma4_layers(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/run.py --cases gemma4`: global and sliding layers."""
+    return kernel_report.layers_text(rows, markdown_table)
+
+
 def gemma4_stack(record: dict[str, Any]) -> str:
     """`benchmarks/gemma4_stack.py`: a Gemma-4-31B-shaped stack on a long prompt."""
     return gemma4.text(record, markdown_table)
@@ -141,6 +146,7 @@ BLOCKS = {
         Block("error_growth", "*/error_growth.json", error_growth, attention_report.draw_error_growth, OWN),
         Block("break_even", "*/break_even.json", break_even, attention_report.draw_break_even, OWN),
         Block("gpu_tests", "*/tests*.json", gpu_tests, None, OWN),
+        Block("gemma4_layers", "*/gemma4_layers.json", gemma4_layers, kernel_report.draw),
         Block("gemma4_stack", "*/gemma4_stack.json", gemma4_stack, gemma4.draw),
         Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
         Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),

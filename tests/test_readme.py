@@ -150,3 +150,12 @@ def test_commands_are_targets_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`?make ([a-z-]+)", README)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"README.md says make {target}"
+
+
+def test_a_windowed_layer_is_measured_by_the_rate_without_a_window(report):
+    rows = [
+        {"case": {"d": 256, **window}, "provider": "ours", "pass": "fwd", "tflops": tflops}
+        for window, tflops in (({}, 600), ({"window_left": 99}, 400))
+    ]
+    assert report.kernel_report.window_ratios(rows) == ["ours fwd 1.50"]
+    assert report.kernel_report.window_ratios(rows[:1]) == []
