@@ -1,6 +1,6 @@
 """Where sharing the prompt pays: time of the replicated batch over the shared one, for N responses and P / R.
 
-    python benchmarks/break_even.py --out benchmarks/results/h200/break_even.json
+    python benchmarks/break_even.py --out benchmarks/results/nvidia_h200/break_even.json
 
 Attention alone, forward and backward, on the same kernels: shared (one prompt, N responses) and replicated (N
 sequences of P + R rows, as flash_attn_func runs them). Copying the prompt is not timed.

@@ -65,8 +65,8 @@ def text(rows: Rows, table: Table) -> str:
     lens = [length for row in rows for own in row["response_lens"] for length in own]
     return f"""\
 {first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}:
-veRL's TrainingWorker on FSDP2, random weights, bf16 (optimizer states too), gradient checkpointing; one group a
-micro-batch, a prompt of {first["prompt_len"]:,} tokens and responses of {min(lens):,} to {max(lens):,}.
+veRL's TrainingWorker on FSDP2, random weights, bf16 (optimizer states too), gradient checkpointing; one group
+a micro-batch, a prompt of {first["prompt_len"]:,} tokens and responses of {min(lens):,} to {max(lens):,}.
 "veRL" is its own path with this package's `flash_attention_2`, and the speed-up is over it; "FLOPs" is how
 many times as many that path executes. A policy update is loss, backward and optimizer step.
 

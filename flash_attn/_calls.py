@@ -1,6 +1,6 @@
 """From public arguments to the op: autocast, head dim padding, segments of dense and varlen batches, sinks.
 
-Called by flash_attn_interface.py; with _eager.py the only caller of torch.ops.flash_attn.fwd.
+Called by flash_attn_interface.py, _upstream.py and shared_prompt/ulysses.py; runs the op through _eager.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,20 @@ def kernel_head_dim(head_dim: int) -> int:
     return (head_dim + 7) // 8 * 8
 
 
-def _rows(x: Tensor, head_dim: int) -> Tensor:
+def op_head_dims(q: Tensor, v: Tensor) -> tuple[int, int]:
+    """Head dims of q and k, and of v, as the op takes them: the GPU's kernels want one for all."""
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    return (kernel_head_dim(head_dim),) * 2 if q.device.type == "cuda" else (head_dim, head_dim_v)
+
+
+def scale_of(softmax_scale: float | None, q: Tensor) -> float:
+    """`softmax_scale`, checked; by default q's head_dim**-0.5."""
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5
+    return checks.softmax_scale(softmax_scale, q.device.type)
+
+
+def unit_stride_rows(x: Tensor, head_dim: int) -> Tensor:
     """x with a unit last stride, and its head dim padded with zeros to `head_dim`."""
     if x.shape[-1] != head_dim:
         return torch.nn.functional.pad(x, (0, head_dim - x.shape[-1]))
@@ -58,18 +71,14 @@ def attention(
     sinks: Tensor | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The one way into the op: packed tensors, (total, heads, head_dim); out (total_q, H, Dv), lse (H,
-    total_q)."""
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    scale = head_dim**-0.5 if softmax_scale is None else checks.softmax_scale(softmax_scale, q.device.type)
+    """Into the op with packed tensors, (total, heads, head_dim); out (total_q, H, Dv), lse (H, total_q)."""
+    head_dim_v, scale = v.shape[-1], scale_of(softmax_scale, q)
     causal, deterministic = checks.flag("causal", causal), checks.flag("deterministic", deterministic)
     checks.no_forward_mode(q, k, v, k_context, v_context, sinks)
-    padded, padded_v = head_dim, head_dim_v
-    if q.device.type == "cuda":  # the kernels want one head dim for k and v
-        padded = padded_v = kernel_head_dim(head_dim)
-    q, k, v = _rows(q, padded), _rows(k, padded), _rows(v, padded_v)
+    padded, padded_v = op_head_dims(q, v)
+    q, k, v = unit_stride_rows(q, padded), unit_stride_rows(k, padded), unit_stride_rows(v, padded_v)
     if k_context is not None and v_context is not None:
-        k_context, v_context = _rows(k_context, padded), _rows(v_context, padded_v)
+        k_context, v_context = unit_stride_rows(k_context, padded), unit_stride_rows(v_context, padded_v)
     window = (int(window_size[0]), int(window_size[1]))
     out, lse = _eager.forward(
         q, k, v, k_context, v_context, segments, segments_host, plan, max_seqlen_q, max_seqlen_k,
@@ -89,12 +98,10 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of packed tensors from out and lse (H, total_q), which may be of more keys than k's."""
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    scale = head_dim**-0.5 if softmax_scale is None else checks.softmax_scale(softmax_scale, q.device.type)
-    on_gpu = q.device.type == "cuda"
-    padded = kernel_head_dim(head_dim) if on_gpu else head_dim
-    padded_v = padded if on_gpu else head_dim_v
-    q, k = _rows(q, padded), _rows(k, padded)
-    v, out, dout = (_rows(x, padded_v) for x in (v, out, dout))
+    scale = scale_of(softmax_scale, q)
+    padded, padded_v = op_head_dims(q, v)
+    q, k = unit_stride_rows(q, padded), unit_stride_rows(k, padded)
+    v, out, dout = (unit_stride_rows(x, padded_v) for x in (v, out, dout))
     dq, dk, dv, _, _ = torch.ops.flash_attn.bwd(
         dout, None, q, k, v, None, None, out, lse, segments, segments_host, [], max_seqlen_q, max_seqlen_k,
         scale, checks.flag("causal", causal), *window_size, float(softcap),
@@ -168,9 +175,8 @@ def dense(
     return out, lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous(), _no_dropout_mask(out)
 
 
-_segments: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # cu_seqlens_q -> what its segments were made of, and they
+# cu_seqlens_q -> what its segments were made of, and they
+_segments: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _packed_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: int) -> Tensor:
@@ -210,9 +216,8 @@ def varlen_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: 
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
-    window_size: tuple[int, int],
-    softcap: float, alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool,
-    block_table: Tensor | None = None,
+    window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    return_attn_probs: bool, block_table: Tensor | None = None,
     names: tuple[str, str, str, str] = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
 ) -> Output:  # fmt: skip
     q, k, v = autocast(q, k, v)

@@ -1,6 +1,6 @@
 """Decoding against a cache of keys and values, through the op that trains shared prompts.
 
-    append k, v to the cache in place -> rotate q and k -> attention of every query row on its cache rows
+    rotate q and k -> append k, v to the cache in place -> attention of every query row on its cache rows
 A cache is rows of the op's context tensor, so nothing is copied and pages may lie anywhere. Few queries: the
 query heads of a kv head become rows of one tile, the keys are cut in parts that run side by side, and the
 parts are merged by log-sum-exp (split-KV). Called by flash_attn_with_kvcache.
@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn import _ops, _rotary, checks
-from flash_attn._calls import _rows as unit_stride_rows
-from flash_attn._calls import kernel_head_dim
+from flash_attn._calls import kernel_head_dim, op_head_dims, scale_of, unit_stride_rows
 
 _MAX_PACKED_ROWS = 64  # query rows of a kv head that go into one tile; longer queries run as a prefill does
 _MIN_SPLIT_KEYS = 256
@@ -136,9 +135,8 @@ def _segments(cache: Cache, rows: Visible, num_parts: int, part: int, group: int
     return torch.stack(columns, 1).int()
 
 
-_known: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # cache_seqlens -> key, segments, plan: for the layers of a step
+# cache_seqlens -> key, segments and plan, the tensors of the key: for the layers of a step
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _remembered(seqlens: Any, others: tuple[Any, ...], numbers: tuple[Any, ...], make: Any) -> Any:
@@ -160,13 +158,9 @@ def _run(
     q: Tensor, cache: Cache, segments: Tensor, plan: list[Tensor], options: Any
 ) -> tuple[Tensor, Tensor]:
     """The op on rows q (rows, heads, D): out (rows, heads, Dv), lse (heads, rows)."""
-    padded = kernel_head_dim(q.shape[-1]) if q.is_cuda else q.shape[-1]
-    padded_v = padded if q.is_cuda else cache.v.shape[-1]
-    q, k, v = (
-        unit_stride_rows(q, padded),
-        unit_stride_rows(cache.k, padded),
-        unit_stride_rows(cache.v, padded_v),
-    )
+    padded, padded_v = op_head_dims(q, cache.v)
+    q, k = unit_stride_rows(q, padded), unit_stride_rows(cache.k, padded)
+    v = unit_stride_rows(cache.v, padded_v)
     scale, causal, window, softcap, max_seqlen_q = options
     out, lse = torch.ops.flash_attn.fwd(
         q, k, v, k, v, segments, None, plan, max_seqlen_q, 0, scale, causal, *window, softcap, False
@@ -346,8 +340,7 @@ def with_kvcache(
     rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None, block_table: Tensor | None,
     softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
-    rotary_interleaved: bool, alibi_slopes: Tensor | None,
-    num_splits: int,
+    rotary_interleaved: bool, alibi_slopes: Tensor | None, num_splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The work of `flash_attn_with_kvcache`: out (B, Sq, H, Dv) and lse (B, H, Sq)."""
     _check_shapes(q, k_cache, v_cache, k, v, block_table)
@@ -358,9 +351,7 @@ def with_kvcache(
         raise ValueError("rotary_cos and rotary_sin must be given together")
     if rotary_cos is not None and k is None:
         raise ValueError("rotary_cos must come with k and v: what is in the cache has been rotated")
-    scale = (
-        q.shape[-1] ** -0.5 if softmax_scale is None else checks.softmax_scale(softmax_scale, q.device.type)
-    )
+    scale = scale_of(softmax_scale, q)
 
     batch, seqlen_q, num_heads, _ = q.shape
     cache = open_cache(k_cache, v_cache, batch, cache_batch_idx, block_table)

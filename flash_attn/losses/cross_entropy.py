@@ -11,12 +11,12 @@ from flash_attn._cross_entropy import cross_entropy
 
 
 class CrossEntropyLoss(torch.nn.Module):
-    """Cross entropy of logits (rows, vocab) with labels (rows,): mean over rows that count, sum, or (rows,)
+    """Cross entropy of logits (rows, vocab) with labels (rows,): mean or sum over rows that count, or (rows,)
     fp32.
 
-    Options as in torch's; `logit_scale` is 1 / temperature, `lse_square_scale` weighs the squared log-sum-
-    exp, which
-    `return_z_loss` also returns alone; `process_group` splits the vocabulary (see `cross_entropy`).
+    Options as in torch's; `logit_scale` is 1 / temperature, `lse_square_scale` weighs the squared
+    log-sum-exp, which `return_z_loss` also returns alone; `process_group` splits the vocabulary (see
+    `cross_entropy`).
     """
 
     def __init__(
@@ -35,11 +35,8 @@ class CrossEntropyLoss(torch.nn.Module):
             raise ValueError(f'reduction must be "mean", "none" or "sum", got {reduction!r}')
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.logit_scale, self.lse_square_scale = logit_scale, lse_square_scale
-        self.inplace_backward, self.process_group, self.return_z_loss = (
-            inplace_backward,
-            process_group,
-            return_z_loss,
-        )
+        self.inplace_backward, self.process_group = inplace_backward, process_group
+        self.return_z_loss = return_z_loss
 
     def forward(
         self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None

@@ -245,6 +245,7 @@ def fit(
     times = torch.tensor(seconds, dtype=torch.float64)
     matrix = torch.tensor(rows, dtype=torch.float64) / times[:, None]
     is_shared = torch.tensor([m.shared for m in measurements])
+
     def tried(hosts: tuple[float, float]) -> tuple[float, torch.Tensor, float]:
         """(sum of squared errors, coefficients, largest error) with these `host`s."""
         least = torch.where(is_shared, hosts[0], hosts[1])

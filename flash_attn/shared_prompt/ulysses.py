@@ -229,13 +229,11 @@ def attention(
         return _context(
             q, k, v, layout, softmax_scale, window, softcap, sinks, deterministic, return_softmax_lse
         )
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    scale = head_dim**-0.5 if softmax_scale is None else checks.softmax_scale(softmax_scale, q.device.type)
-    checks.no_forward_mode(q, k, v, None, None, sinks)
-    if q.device.type == "cuda":
-        padded = _calls.kernel_head_dim(head_dim)
-        q, k, v = (torch.nn.functional.pad(x, (0, padded - x.shape[-1])) if x.shape[-1] != padded else x
-                   for x in (q, k, v))  # fmt: skip
+    head_dim_v, scale = v.shape[-1], _calls.scale_of(softmax_scale, q)
+    checks.no_forward_mode(q, k, v, sinks)
+    padded, padded_v = _calls.op_head_dims(q, v)
+    widths = (padded, padded, padded_v)
+    q, k, v = (_calls.unit_stride_rows(x, d) for x, d in zip((q, k, v), widths, strict=True))
     with_lse = return_softmax_lse or sinks is not None
     options = Options(scale, window, float(softcap), checks.flag("deterministic", deterministic), with_lse)
     out, lse = ulysses_attention(q, k, v, layout, options)
