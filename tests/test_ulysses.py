@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sharded_cases
@@ -21,9 +22,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pool.close()
 
 
-def worst(errors: dict[str, float]) -> float:
+def worst(errors: Iterable[float]) -> float:
     """The largest of them; NaN is infinitely large."""
-    return max(error if error == error else float("inf") for error in errors.values())
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def too_large(cases: list[Any], found: list[dict[str, float]]) -> list[Any]:
+    """The cases with an error above the tolerance, and their errors."""
+    return [(c, errors) for c, errors in zip(cases, found, strict=True) if worst(errors.values()) > TOLERANCE]
 
 
 # Hk = 1 and 2, and key heads that are a multiple, a divisor and neither of the ranks.
@@ -41,10 +47,7 @@ def test_attention_equals_one_process(ranks: Ranks, num_ranks: int, boundary: st
         for method, num_chunks in WAYS
     ]
     for found in ranks.run(num_ranks, sharded_cases.each, sharded_cases.sharded_attention, cases):
-        wrong = [
-            (case, errors) for case, errors in zip(cases, found, strict=True) if worst(errors) > TOLERANCE
-        ]
-        assert not wrong
+        assert not too_large(cases, found)
 
 
 @pytest.mark.parametrize("boundary", ["fork", "shared"])
@@ -54,8 +57,7 @@ def test_log_probs_equal_one_process(ranks: Ranks, boundary: str, method: str, l
     for num_ranks in (2, 3, 4):
         cases = [(name, boundary, method, loss_mask, num_ranks == 3) for name in sharded_cases.LENGTHS]
         for found in ranks.run(num_ranks, sharded_cases.each, sharded_cases.sharded_log_probs, cases):
-            wrong = [(c, errors) for c, errors in zip(cases, found, strict=True) if worst(errors) > TOLERANCE]
-            assert not wrong, num_ranks
+            assert not too_large(cases, found), num_ranks
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_log_probs_equal_one_process(ranks: Ranks, boundary: str, method: str, l
 def test_models_equal_one_process(ranks: Ranks, kind: str, lengths: str, changes: dict[str, int]) -> None:
     for boundary, method in (("fork", "ulysses"), ("shared", "context"), ("shared", "ulysses")):
         found = ranks.run(2, sharded_cases.sharded_model, kind, lengths, boundary, method, None, changes)
-        assert max(map(max, found)) < TOLERANCE, (boundary, method, found)
+        assert max(map(worst, found)) < TOLERANCE, (boundary, method, found)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_options_of_attention(ranks: Ranks, options: dict[str, object], heads: t
         for num_ranks in (2, 4):
             case = ("odd total, empty responses, uneven groups", "fork", heads, method, num_chunks, options)
             found = ranks.run(num_ranks, sharded_cases.sharded_attention, *case)
-            assert max(max(errors.values()) for errors in found) < TOLERANCE, (method, num_ranks, found)
+            assert max(worst(errors.values()) for errors in found) < TOLERANCE, (method, num_ranks, found)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -99,7 +101,7 @@ def test_checkpointed_models_equal_one_process(ranks: Ranks, reentrant: bool) ->
         found = ranks.run(
             num_ranks, sharded_cases.sharded_model, "llama", lengths, "shared", method, reentrant, {}
         )
-        assert max(map(max, found)) < TOLERANCE, (num_ranks, method, found)
+        assert max(map(worst, found)) < TOLERANCE, (num_ranks, method, found)
 
 
 def test_windows_between_a_rank_and_the_pack(ranks: Ranks) -> None:
@@ -108,13 +110,13 @@ def test_windows_between_a_rank_and_the_pack(ranks: Ranks) -> None:
     found = ranks.run(
         2, sharded_cases.sharded_model, "gpt_oss", "long prompt", "fork", "ulysses", None, changes
     )
-    assert max(map(max, found)) < TOLERANCE, found
+    assert max(map(worst, found)) < TOLERANCE, found
 
 
-@pytest.mark.parametrize("num_ranks, method", [(2, "ulysses"), (4, "context")])
+@pytest.mark.parametrize("num_ranks, method", [(2, "ulysses"), (3, "context")])
 def test_fsdp2_with_checkpointing(ranks: Ranks, num_ranks: int, method: str) -> None:
     found = ranks.run(num_ranks, sharded_cases.fsdp_model, method)
-    assert max(map(max, found)) < TOLERANCE, found
+    assert max(map(worst, found)) < TOLERANCE, found
 
 
 @pytest.mark.parametrize("method", ["ulysses", "context"])
@@ -176,7 +178,7 @@ def test_no_rank_waits_when_one_raises(tmp_path: Path, failing: int) -> None:
     try:
         begin = time.monotonic()
         outcomes = pool.outcomes(3, sharded_cases.failing_rank, failing)
-        assert time.monotonic() - begin < 15
+        assert time.monotonic() - begin < 25  # gloo would wait for 30
         for rank, (kind, text) in enumerate(outcomes):
             assert kind == "raised" and "the disk of this rank is full" in text, (rank, kind, text)
             if rank != failing:
@@ -189,7 +191,8 @@ def test_no_rank_waits_when_one_raises(tmp_path: Path, failing: int) -> None:
 
 def test_replicated_baseline_of_the_benchmark(ranks: Ranks) -> None:
     for num_ranks in (2, 4):  # as many key heads as ranks, and fewer
-        assert max(map(worst, ranks.run(num_ranks, sharded_cases.replicated_baseline))) < TOLERANCE
+        found = ranks.run(num_ranks, sharded_cases.replicated_baseline)
+        assert max(worst(errors.values()) for errors in found) < TOLERANCE, (num_ranks, found)
 
 
 def test_gradients_of_keys_are_summed_in_fp32(ranks: Ranks) -> None:
