@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,45 +19,42 @@ import multi_gpu_runs  # noqa: E402
 import sequence_parallel_report as report  # noqa: E402
 
 
-def start(num_ranks: int, out: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-    ]
-    command += [str(ROOT / "examples" / "long_context_sp.py"), "--device", "cpu", "--dtype", "float32"]
-    command += [
-        "--num-responses",
-        "3",
-        "--response-length",
-        "9",
-        "--steps",
-        "1",
-        "--json",
-        str(out),
-        *arguments,
-    ]
+def start(num_ranks: int, folder: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    """The example's processes, as torchrun would start them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(ROOT / "examples" / "long_context_sp.py"), "--device", "cpu"]
+    command += ["--dtype", "float32", "--num-responses", "3", "--response-length", "9", "--steps", "1"]
+    command += ["--json", str(folder / f"{num_ranks}.json"), *arguments]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    return [
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=pipe,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
 
 
 def test_an_update_of_two_ranks_is_that_of_one(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     shape = ["--shape", "tiny-gemma-4", "--prompt-length", "53", "--boundary", "shared"]
-    runs = {n: start(n, tmp_path / f"{n}.json", *shape) for n in (1, 2)}
-    outputs = {n: run.communicate(timeout=240)[0] for n, run in runs.items()}
-    assert all(run.returncode == 0 for run in runs.values()), outputs
+    started = [*start(1, tmp_path, *shape), *start(2, tmp_path, *shape)]
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    assert all(process.returncode == 0 for process in started), outputs
     one, two = (json.loads((tmp_path / f"{n}.json").read_text())[0] for n in (1, 2))
     assert (one["packed_tokens"], two["packed_tokens"]) == (80, 80) and two["rows_per_rank"] == 40
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5) and one["grad_norm"] > 0
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
     assert two["memory_gib"]["weights"] == pytest.approx(one["memory_gib"]["weights"] / 2, rel=0.05)
     for text in ("old log-probs", "optimizer state", "80 tokens a pack instead of 186"):
-        assert text in outputs[2]
+        assert text in outputs[1]
 
 
 def rows() -> list[dict[str, Any]]:
