@@ -107,7 +107,7 @@ class Progress:
 
 
 def make_batch(options: argparse.Namespace, vocab_size: int, replica: int, device: torch.device) -> Any:
-    """A pack of random ids, and the advantage of every response token, the same on the ranks that share it."""
+    """A pack of random ids, and each response token's advantage, the same on the ranks that share it."""
     generator = torch.Generator().manual_seed(options.seed + 1000 * replica)
     n, length = options.num_responses, options.response_length
     prompt = torch.randint(3, vocab_size, (options.prompt_length,), generator=generator)
@@ -163,9 +163,10 @@ def bytes_of(tensors: Any) -> int:
 def print_report(record: dict[str, Any]) -> None:
     """Phases and memory as two tables."""
     case = record["case"]
-    print(f"\n{case['shape']}, {record['num_layers']} layers, P={case['prompt_length']}, N={case['num_responses']}, "
-          f"R={case['response_length']}; {record['world']} ranks, {record['sp']} a pack, {case['method']}: "
-          f"{record['packed_tokens']:,} tokens a pack instead of {record['replicated_tokens']:,}")  # fmt: skip
+    lengths = f"P={case['prompt_length']}, N={case['num_responses']}, R={case['response_length']}"
+    ranks = f"{record['world']} ranks, {record['sp']} a pack, {case['method']}"
+    print(f"\n{case['shape']}, {record['num_layers']} layers, {lengths}; {ranks}:")
+    print(f"{record['packed_tokens']:,} tokens a pack instead of {record['replicated_tokens']:,}")
     print(f"loss {record['loss']:.6f}, gradient norm {record['grad_norm']:.6f}\n")
     print(f"{'phase':<16}{'seconds':>10}{'peak GiB':>10}")
     for name, phase in record["phases"].items():
