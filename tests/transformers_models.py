@@ -183,10 +183,11 @@ def gradients(model: Any, log_probs: list[torch.Tensor]) -> dict[str, torch.Tens
 
 
 def relative_errors(x: dict[str, torch.Tensor], ref: dict[str, torch.Tensor]) -> dict[str, float]:
-    """||x - ref|| / ||ref|| of each parameter; tiny gradients are measured by the largest one."""
+    """||x - ref|| / ||ref|| of each parameter, NaN as inf; tiny gradients are measured by the largest one."""
     assert x.keys() == ref.keys()
     floor = 1e-4 * max(r.norm() for r in ref.values())
-    return {name: float((x[name] - r).norm() / torch.maximum(r.norm(), floor)) for name, r in ref.items()}
+    errors = {name: (x[name] - r).norm() / torch.maximum(r.norm(), floor) for name, r in ref.items()}
+    return {name: float(e.nan_to_num(nan=torch.inf, posinf=torch.inf)) for name, e in errors.items()}
 
 
 class exact_double(TorchDispatchMode):
