@@ -151,7 +151,7 @@ def where(error: BaseException) -> str:
     while trace is not None:
         code = trace.tb_frame.f_code
         if "modeling_" in code.co_filename:
-            found = f"{code.co_qualname}" if hasattr(code, "co_qualname") else code.co_name
+            found = getattr(code, "co_qualname", code.co_name)  # qualified from Python 3.11 on
         trace = trace.tb_next
     return found
 
@@ -236,7 +236,8 @@ def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]
     guess = record["replicated_estimate_gib"]
     estimated = "-" if guess is None else f"{guess:.0f} (estimate)"
     lost = next((row for row in record["replicated"] if "error" in row), None)
-    lines.append(("replicated, all rows", f"{record['replicated_tokens']:,}", estimated, "-"))
+    if not any(row.get("tokens") == record["replicated_tokens"] for row in record["replicated"]):
+        lines.append(("replicated, all rows", f"{record['replicated_tokens']:,}", estimated, "-"))
     out = ""
     if lost is not None:
         place = f"layer {lost['layer']}" + (f", `{lost['module']}`" if lost["module"] else "")

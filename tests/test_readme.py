@@ -84,6 +84,25 @@ def test_rows_of_a_gpu_run_become_a_table_and_a_plot(report, tmp_path):
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_memory_of_a_stack_is_estimated_only_where_it_was_not_measured(report):
+    case = {"num_layers": 6, "prompt_len": 100, "response_len": 10, "num_responses": 2, "dtype": "bfloat16"}
+    machine = {"gpu": "a GPU", "memory_gib": 140.0, "torch": "2", "date": "today"}
+    one, all_rows = (
+        {"name": f"replicated, {n}", "tokens": 110 * n, "peak_gib": 10.0 * n, "time_s": 1.0} for n in (1, 2)
+    )
+    record = {
+        "case": case, "machine": machine, "parameters": 3e9, "backends": {}, "replicated_tokens": 220,
+        "replicated_estimate_gib": 20.0, "log_prob_difference": None,
+        "packed": {"tokens": 120, "peak_gib": 11.0, "time_s": 1.1}, "replicated": [one, all_rows],
+    }  # fmt: skip
+    text = report.BLOCKS["gemma4_stack"].text
+    assert "| replicated, 2 of 2 rows | 220 | 20.0 | 1.0 |" in text(record) and "estimate" not in text(record)
+    lost = {"name": "replicated, 2", "error": "CUDA out of memory", "layer": 3, "module": ""}
+    found = text(record | {"replicated": [one, lost]})
+    assert "| replicated, all rows | 220 | 20 (estimate) | - |" in found
+    assert "ran out of memory in layer 3: CUDA out of memory." in found
+
+
 @pytest.mark.parametrize("commit", [None, "0" * 40 + "+changes", "f" * 40])
 def test_figures_of_another_checkout_are_refused(report, commit):
     if commit == "f" * 40 and not (ROOT / ".git").exists():
@@ -128,6 +147,7 @@ def test_what_is_not_yet_there_is_not_there():
     for word, module in {
         "veRL": "verl",
         "OpenRLHF": "openrlhf",
+        "ZeRO-3": "deepspeed",
         "Ulysses": "ulysses",
         "`layers`": "layers",
         "`ops`": "ops",
