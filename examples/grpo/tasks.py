@@ -38,9 +38,7 @@ class TaskSource:
     def __init__(self, name: str, tokenizer: Any, prompt_length: int, num_tasks: int, seed: int) -> None:
         if name not in GENERATORS:
             raise ValueError(f"task must be one of {', '.join(GENERATORS)}, got {name!r}")
-        # reasoning-gym imports this SAT solver, a C extension, for a puzzle generator that is not used here.
-        sys.modules.setdefault("pycosat", types.ModuleType("pycosat"))
-        import reasoning_gym
+        reasoning_gym = self.import_generators()
 
         def create(size: int, seed: int) -> Any:
             return reasoning_gym.create_dataset(name.split(":")[0], size=size, seed=seed, **GENERATORS[name])
@@ -52,6 +50,15 @@ class TaskSource:
         examples = [e for e in examples if e["question"] not in asked]
         longest = max((e["question"] for e in self._questions), key=len)
         self._examples = examples[: self._count(examples, longest, prompt_length)]
+
+    @staticmethod
+    def import_generators() -> Any:
+        """The package reasoning_gym."""
+        # It imports this SAT solver, a C extension, for a puzzle generator that is not used here.
+        sys.modules.setdefault("pycosat", types.ModuleType("pycosat"))
+        import reasoning_gym
+
+        return reasoning_gym
 
     def _count(self, examples: list[dict[str, Any]], question: str, prompt_length: int) -> int:
         """How many worked examples fit: the largest number whose prompt is within `prompt_length` tokens."""

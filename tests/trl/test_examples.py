@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -133,6 +134,27 @@ def test_a_file_that_is_no_log_is_named(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(SystemExit, match=r"x\.jsonl is not a log of this example"):
         main(["--plot", str(tmp_path / "x.jsonl")])
+
+
+def test_runs_side_by_side_give_one_file(folder, tmp_path):
+    """Forks, so in a process of its own: this one has threads."""
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "trl_training.py"), "--seeds", "0", "1", "--out",
+        str(tmp_path / "runs.json"), "--", "--model", model_path(folder), "--steps", "2",
+        "--num-prompts", "1", "--num-responses", "4", "--prompt-length", "60",
+        "--max-new-tokens", "4", "--task", "letter_counting:short",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert sorted((run["settings"]["shared"], run["settings"]["seed"]) for run in runs) == [
+        (False, 0), (False, 1), (True, 0), (True, 1)
+    ]  # fmt: skip
+    assert all([step["step"] for step in run["steps"]] == [1, 2] for run in runs)
+    assert "replicated 1 done" in done.stdout and "shared 0 done" in done.stdout
+    command[command.index("letter_counting:short")] = "nothing"
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert failed.returncode != 0 and "invalid choice: 'nothing'" in failed.stderr
 
 
 def test_dpo_pairs_are_equal_both_ways(folder, capsys):
