@@ -201,8 +201,8 @@ def pack(
     the kept tokens of a row from 0. Rows share a prompt when its tokens, its position ids and `keys[i]` (LoRA
     adapter, images, pair, ...; tensors count by value) are equal; `keys=range(B)` shares nothing.
     `longest_common_prefix`: see `group_by_prompt`; the rest of a prompt then lies in its row's own segment
-    and is not trained on. `max_segments`, `max_total`: capacities of the layout. The result is on `device`,
-    by default the device of `prompts`.
+    and is not trained on. `boundary`: see `SharedPromptLayout`. `max_segments`, `max_total`: capacities of
+    the layout. The result is on `device`, by default the device of `prompts`.
     """
     named = {
         "prompts": prompts,
