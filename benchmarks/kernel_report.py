@@ -60,6 +60,7 @@ def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> 
     first = rows[0]
     c = next((r["case"] for r in rows if "N" in r["case"]), first["case"])
     software = f"driver {first['driver']}, CUDA {first['cuda']}, torch {first['torch']}"
+    software += f", commit {first.get('commit', 'unknown')[:12]}"
     return f"""\
 {first["gpu"]}, {software}, {first["date"]}; H={c["H"]}, Hk={c["Hk"]}, {c["dtype"]}, causal. All providers are
 interleaved in one process; medians. TFLOP/s count every visible (query, key) pair once and prompts once:
@@ -98,17 +99,16 @@ def _step(passes: dict[str, dict[str, Any]]) -> float | None:
 
 def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
     """A line a problem: TFLOP/s of ours and the peers', and how much faster our step is than any peer's."""
-    lines: list[tuple[str, ...]] = [
-        (
-            "forward / backward, TFLOP/s",
-            "ours, sm_90a",
-            "ours, sm_80",
-            "FA2 two-call",
-            "cuDNN two-call",
-            "best FA4",
-            "step",
-        )
-    ]
+    columns = {
+        "ours, sm_90a": ("ours-sm90a",),
+        "ours, sm_80": ("ours-sm80",),
+        "FA2 two-call": ("fa2-two-call",),
+        "cuDNN two-call": ("cudnn-two-call",),
+        "best FA4": FA4,
+    }
+    measured = {row["provider"] for row in rows if row.get("time_ms")}
+    columns = {head: names for head, names in columns.items() if measured.intersection(names)}
+    lines: list[tuple[str, ...]] = [("forward / backward, TFLOP/s", *columns, "step")]
     found = merged([row for row in rows if "N" in row["case"]])
     for case, providers in found.items():
         if f"{case}, graph" in found:  # launches dominate without
@@ -117,18 +117,22 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
         steps = [step for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
         own = _step(ours)
         ratio = f"{min(steps) / own:.2f}x" if steps and own else "-"
-        names = ("ours-sm90a", "ours-sm80", "fa2-two-call", "cudnn-two-call")
-        lines.append(
-            (case, *(_tflops(providers.get(n)) for n in names), _tflops(_best(providers, FA4)), ratio)
-        )
+        lines.append((case, *(_tflops(_best(providers, names)) for names in columns.values()), ratio))
     first = rows[0]
     c = next(row["case"] for row in rows if "N" in row["case"])
     machine = f"{first['gpu']}, CUDA {first['cuda']}, torch {first['torch']}, {first['date']}"
+    machine += f", commit {first.get('commit', 'unknown')[:12]}"
+    sizes = f"H={c['H']}, Hk={c['Hk']}, {c['dtype']}"
+    fa4 = (
+        '"best FA4": the fastest of FlashAttention-4\'s three ways, pass by pass.\n'
+        if "best FA4" in columns
+        else ""
+    )
     return f"""\
-{machine}; H={c["H"]}, Hk={c["Hk"]}, {c["dtype"]}; all providers interleaved in
-one process. "two-call": what a careful user builds from existing kernels (prompt, responses on the prompt,
-responses on themselves, merged). "best FA4": the fastest of FlashAttention-4's three ways, pass by pass.
-"step": time of the fastest peer's forward and backward over ours. `benchmarks/README.md` has every row.
+{machine};
+{sizes}; all providers interleaved in one process. "two-call": what a careful user builds from existing
+kernels (prompt, responses on the prompt, responses on themselves, merged).
+{fa4}"step": time of the fastest peer's forward and backward over ours. `benchmarks/README.md` has every row.
 
 {markdown_table(lines)}"""
 

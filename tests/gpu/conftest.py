@@ -40,14 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     paths = config.getoption("--paths", DEFAULT_PATHS).split(",")
     index, count = map(int, config.getoption("--shard", "0/1").split("/"))
     if paths == DEFAULT_PATHS.split(",") and count == 1:
-        config.stash[CHOSEN] = [item.nodeid for item in items]
         return
     params = [getattr(item, "callspec", None) for item in items]
     asked = [str(c.params.get("path", 80) if c else 80) in paths for c in params]
     chosen = [item for item, ok in zip(items, asked, strict=True) if ok][index::count]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
-    config.stash[CHOSEN] = [item.nodeid for item in items]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[CHOSEN] = [item.nodeid for item in session.items]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -86,14 +86,15 @@ def main() -> int:
     report["seconds"] = round(time.monotonic() - start)
     report["total"] = dict(Counter(tests.values()))
     report["files"] = {f: dict(c) for f, c in sorted(files.items())}
-    report["failures"] = sorted(n for n, o in tests.items() if o not in ("passed", "skipped"))
+    report["failures"] = sorted(n for n, o in tests.items() if o not in ("passed", "skipped", "not run"))
+    report["not_run"] = sorted(n for n, o in tests.items() if o == "not run")
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     if args.log:
         Path(args.log).write_text("\n".join(log))
     print(json.dumps({k: report[k] for k in ("total", "seconds", "failures")}, indent=1))
-    return int(bool(report["failures"]))
+    return int(bool(report["failures"] or report["not_run"]))
 
 
 if __name__ == "__main__":
