@@ -34,23 +34,29 @@ from timing import Memory, as_graph, interleaved, memory  # noqa: E402
 TOLERANCE = 2e-2
 
 
-def environment() -> dict[str, Any]:
+def environment(device: torch.device | str = "cuda") -> dict[str, Any]:
+    """What belongs beside a figure measured on this device."""
     from flash_attn import _backend
 
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = git.stdout.strip() if git.returncode == 0 else ""
+    facts = {
+        "gpu": "cpu",
+        "torch": torch.__version__,
+        "commit": os.environ.get("FLASH_ATTN_COMMIT") or commit or "unknown",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+    if torch.device(device).type != "cuda":
+        return facts
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout.split()
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    commit = git.stdout.strip() if git.returncode == 0 else ""
     loaded = _backend._load_library() is None
-    return {
-        "gpu": torch.cuda.get_device_name(),
+    return facts | {
+        "gpu": torch.cuda.get_device_name(device),
         "driver": driver[0] if driver else "unknown",
         "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "commit": os.environ.get("FLASH_ATTN_COMMIT") or commit or "unknown",
         "library": torch.ops.flash_attn_cuda.build_id() if loaded else "not built",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
 
 

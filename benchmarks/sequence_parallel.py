@@ -16,12 +16,11 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import Case  # noqa: E402
+from run import environment  # noqa: E402
 from sharded_fa2 import fa2_attention  # noqa: E402
 
-from flash_attn import flash_attn_shared_prompt_func  # noqa: E402
+from flash_attn import backend, flash_attn_shared_prompt_func  # noqa: E402
 from flash_attn.shared_prompt import SharedPromptLayout, ulysses  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,31 +56,6 @@ class Cell:
         if self.provider == "fa2-replicated":
             return [c.prompt_len] * c.num_responses, [[c.response_len]] * c.num_responses
         return [c.prompt_len], [[c.response_len] * c.num_responses]
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What belongs beside a figure."""
-    from flash_attn import _backend
-
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    row: dict[str, Any] = {
-        "gpu": "cpu",
-        "torch": torch.__version__,
-        "commit": os.environ.get("FLASH_ATTN_COMMIT") or git.stdout.strip() or "unknown",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-    }
-    if device.type == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True).stdout.split()
-        loaded = _backend._load_library() is None
-        row |= {
-            "gpu": torch.cuda.get_device_name(device),
-            "driver": driver[0] if driver else "unknown",
-            "cuda": torch.version.cuda,
-            "backend": _backend.backend(device),
-            "library": torch.ops.flash_attn_cuda.build_id() if loaded else "not built",
-        }
-    return row
 
 
 class Timer:
@@ -220,7 +195,7 @@ def run(rank: int, world: int, options: argparse.Namespace) -> None:
         for n in options.sizes
         if n <= world
     }
-    place = environment(device)
+    place = environment(device) | {"backend": backend(device)}
     found: list[dict[str, Any]] = []
     for cell in cells(options, world):
         dist.barrier()

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from run import environment  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -314,13 +315,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Times every cell; writes and returns the rows."""
     options = parse(arguments)
     bench = Bench(options)
-    if bench.device.type == "cuda":
-        from run import environment
-
-        about = environment()
-    else:
-        about = {"gpu": "cpu", "torch": torch.__version__}
-        about["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    about = environment(bench.device)
     if options.cost_model is not None and options.cost_model.exists():
         bench.cost_model = type(bench.cost_model).from_dict(json.loads(options.cost_model.read_text()))
     elif options.calibrate:

@@ -30,6 +30,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from run import environment  # noqa: E402
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -297,14 +299,6 @@ class Bench:
         return 2.0 * (layers + head) + 4.0 * scores
 
 
-def about() -> dict[str, Any]:
-    if torch.cuda.is_available():
-        from run import environment
-
-        return dict(environment())
-    return {"gpu": "cpu", "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-
-
 def measure(bench: Bench, num_rows: int, provider: str, deadline: float) -> Iterator[dict[str, Any]]:
     """A row per pass; `error` instead of a time where memory ran out."""
     options, cell = bench.options, bench.cell(num_rows)
@@ -370,7 +364,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     start_processes()
     bench = Bench(options)
     is_first = torch.distributed.get_rank() == 0
-    facts = about()
+    facts = environment(bench.device)
     if is_first:
         print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
