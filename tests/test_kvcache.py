@@ -179,6 +179,7 @@ def ints(*shape: int) -> Tensor:
 
 FOUR = torch.zeros(4, 24, HK, D).double()
 TABLES = {"rotary_cos": torch.zeros(40, 4), "rotary_sin": torch.zeros(40, 4)}
+META = torch.zeros(3, 2, HK, D, dtype=torch.float64, device="meta")
 WRONG = [
     ({"k": None}, ValueError, "k and v must be given together"),
     ({"rotary_cos": torch.zeros(40, 4)}, ValueError, "rotary_cos and rotary_sin must be given together"),
@@ -203,6 +204,27 @@ WRONG = [
     ),
     ({"num_splits": -1}, ValueError, "num_splits must be >= 0, got -1"),
     ({"q": None}, TypeError, "q must be a tensor, got NoneType"),
+    ({"cache_seqlens": -1}, ValueError, r"within the cache's 24 rows, got \[1, 1, 1\]"),
+    (
+        {"cache_batch_idx": ints(3) + 3},
+        ValueError,
+        r"cache_batch_idx must be .* 3 sequences, got \[3, 3, 3\]",
+    ),
+    ({"cache_batch_idx": ints(3) - 1}, ValueError, r"cache_batch_idx must be .* got \[-1, -1, -1\]"),
+    (
+        {"block_table": ints(3, 1) + 3},
+        ValueError,
+        r"block_table must be .* 3 pages where keys are, got \[\[3\]",
+    ),
+    ({"k": [1], "v": [1]}, TypeError, "k must be a tensor, got list"),
+    ({"v": torch.zeros(3, 2, HK, D)}, TypeError, "v must have q's dtype torch.float64, got torch.float32"),
+    ({"v": META}, ValueError, "v must be on q's device cpu, got meta"),
+    ({"rotary_cos": [1], "rotary_sin": [1]}, TypeError, "rotary_cos must be a tensor, got list"),
+    (TABLES | {"rotary_sin": META[0, 0]}, ValueError, "rotary_sin must be on q's device cpu, got meta"),
+    (TABLES | {"rotary_sin": torch.zeros(40, 1)}, ValueError, r"rotary_sin must be .* got \[40, 1\]"),
+    (dict.fromkeys(TABLES, torch.zeros(23, 4)), ValueError, r"the cache's 24 positions .* got \[23, 4\]"),
+    (dict.fromkeys(TABLES, torch.zeros(24, 5)), ValueError, r"rotary_dim of at most 8, got \[24, 5\]"),
+    (dict.fromkeys(TABLES, torch.zeros(1, 24, 4)), ValueError, r"rotary_cos must be .* got \[1, 24, 4\]"),
 ]
 
 
@@ -219,3 +241,35 @@ def test_strides_that_no_rows_have() -> None:
         ValueError, match="k_cache must have a batch stride that is a multiple of its row stride"
     ):
         flash_attn_with_kvcache(**x, cache_seqlens=5)
+
+
+def test_pages_behind_the_keys_may_be_any() -> None:
+    x = tensors(1, blocks=2, length=8)
+    x["q"] = x["q"][:2]
+    results = [
+        flash_attn_with_kvcache(
+            **x, cache_seqlens=7, block_table=torch.tensor([[1, last], [0, last]], dtype=torch.int32)
+        )
+        for last in (-1, 99, 0)
+    ]
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[2])
+
+
+def test_a_batch_without_sequences() -> None:
+    x = tensors(2, 1)
+    none = {name: value[:0] if name in ("q", "k", "v") else value for name, value in x.items()}
+    before = x["k_cache"].clone()
+    for place in ({"cache_batch_idx": ints(0)}, {"block_table": ints(0, 2)}):
+        out, lse = flash_attn_with_kvcache(**none, cache_seqlens=ints(0), return_softmax_lse=True, **place)
+        assert out.shape == (0, 2, H, D) and lse.shape == (0, H, 2)
+    assert torch.equal(x["k_cache"], before)
+
+
+def test_compiled_in_one_graph() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager")
+    lengths = torch.tensor([9, 0, 20], dtype=torch.int32)
+    x, y = tensors(1, 2), tensors(1, 2)
+    out = compiled(**x, cache_seqlens=lengths, causal=True)
+    assert torch.equal(out, flash_attn_with_kvcache(**y, cache_seqlens=lengths, causal=True))
+    assert torch.equal(x["k_cache"], y["k_cache"]) and torch.equal(x["v_cache"], y["v_cache"])
