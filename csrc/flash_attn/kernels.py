@@ -1,7 +1,7 @@
 """The list of kernels: arch x pass x head dim x dtype. Everything that enumerates kernels asks here.
 
 `write_sources` writes one .cu per kernel and the dispatch table (kernel_list.cpp) into a build folder;
-build_support.py compiles them. README and GPU tests take their lists from here too.
+build_support.py compiles them. GPU tests take their lists from here too.
 
     python csrc/flash_attn/kernels.py --archs 80 --head-dims 128 --dtypes bf16 --passes fwd --out build/dev
 """
