@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
@@ -294,6 +295,15 @@ def rejected(group: dist.ProcessGroup) -> dict[str, str]:
         "copy_": lambda: sharded.copy_(layout),
         "pickle": lambda: pickle.dumps(sharded),
     }
+    hidden, n = torch.zeros(batch.layout.num_rows, 4), packed.labels.numel()
+    half = torch.ones(n // 2)  # enough for the first rank's share
+    last = torch.ones(n).index_fill(0, torch.tensor([n - 1]), 0.0)
+    vocab = int(packed.labels.max())  # one too small
+    for name, size, temperature in (("few temperatures", 67, half), ("one temperature", 67, last),
+                                    ("no dimensions", 67, last[0]), ("vocabulary", vocab, 1.0)):  # fmt: skip
+        calls[name] = functools.partial(
+            ulysses.log_probs, hidden, batch, torch.zeros(size, 4), temperature=temperature
+        )
     from transformers_models import model_of
 
     from flash_attn.integrations.transformers import packed_forward, register

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from flash_attn.shared_prompt import _sharded_method
 from flash_attn.shared_prompt._exchange import RowExchange, gather_chunks, take_rows
 from flash_attn.shared_prompt._fail_together import fail_together
-from flash_attn.shared_prompt._log_probs_checks import check_pack_rows
+from flash_attn.shared_prompt._log_probs_checks import check_options, check_pack_rows, check_values
 from flash_attn.shared_prompt._sharded_layout import Method, ShardedLayout, shard_layout
 from flash_attn.shared_prompt._sharded_method import AttentionShape, Choice
 from flash_attn.shared_prompt._ulysses_attention import Options, ulysses_attention
@@ -177,7 +177,11 @@ def log_probs(
     rows = hidden.flatten(0, -2) if hidden.dim() == 3 else hidden
     group, (begin, end) = batch.layout.sp_group, batch.share
     own = batch.label_index[begin:end]
-    if isinstance(temperature, torch.Tensor) and temperature.dim():
+    # Of all labels, on every rank: what only one rank refused would leave the others waiting.
+    vocab_size = rows.shape[-1] if weight is None else weight.shape[0]
+    check_options(batch.packed.labels, vocab_size, temperature, softcap, IGNORE_INDEX, tile_elements)
+    check_values(batch.packed.labels, None, vocab_size, rows.shape[0], IGNORE_INDEX)
+    if isinstance(temperature, torch.Tensor):
         temperature = temperature.reshape(-1).index_select(0, own)
     received = take_rows(rows, batch._exchange, group, expand=False)
     found = _log_probs(
