@@ -25,7 +25,7 @@ case $1 in
 esac
 
 # A micro-batch holds this many tokens. veRL counts every copy of a prompt, the plug-in counts it once, so that with
-# the same number four to eight times as many rows meet in a forward.
+# the same number more rows meet in a forward: of full length 5 instead of 2, of short responses more.
 tokens=${MAX_TOKENS:-$((2 * (PROMPT_LENGTH + RESPONSE_LENGTH)))}
 
 common=(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from flash_attn.integrations import verl as plugin
+
+
+def test_the_tested_release_is_the_pinned_one():
+    pins = Path(__file__).resolve().parents[2] / "requirements" / "verl-no-deps.txt"
+    assert f"verl=={plugin.TESTED_VERSIONS[-1]}" in pins.read_text().splitlines()
 
 
 def without_prompts(batch: TensorDict) -> None:
