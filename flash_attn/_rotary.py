@@ -56,9 +56,8 @@ def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | Non
         row = torch.arange(x.shape[1], device=x.device)
         return row + (seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
     row = torch.arange(x.shape[0], device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(
-        max=cu_seqlens.shape[0] - 2
-    )
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
     position = row - cu_seqlens[sequence]
     return position + (seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
 
@@ -71,9 +70,8 @@ def rows(
     known = ((position >= 0) & (position < cos.shape[0]))[..., None]
     position = position.clamp(0, max(cos.shape[0] - 1, 0))
     one = torch.ones((), dtype=cos.dtype, device=cos.device)
-    return torch.where(known, cos[position], one)[..., None, :], torch.where(known, sin[position], one - 1)[
-        ..., None, :
-    ]
+    cos_rows, sin_rows = torch.where(known, cos[position], one), torch.where(known, sin[position], one - 1)
+    return cos_rows[..., None, :], sin_rows[..., None, :]
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None = None) -> Tensor:

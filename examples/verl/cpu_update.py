@@ -82,7 +82,6 @@ def rollout(worker: TrainingWorker, prompts: torch.Tensor, num_responses: int, l
     responses = [row[prompts.shape[1] : rows.shape[1] - i % length // 2] for i, row in enumerate(rows)]
     rewards = torch.stack([(r % 2 == 0).float().mean() for r in responses]).view(-1, num_responses)
     advantages = ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
-
     own = [a.expand(len(r)).clone() for a, r in zip(advantages, responses, strict=True)]
 
     def nested(tensors: Any) -> torch.Tensor:

@@ -108,8 +108,7 @@ def arguments(out: Path, config_class: type, **changes: Any) -> Any:
         "max_steps": 6,
         "learning_rate": 1e-2,
         # Adam divides by |gradient| + epsilon: with 1e-8 a gradient that is 0 but for rounding moves its
-        # weight by
-        # the whole learning rate, in a random direction.
+        # weight by the whole learning rate, in a random direction.
         "adam_epsilon": 1e-4,
         "beta": 0.05,
         "temperature": 0.9,
