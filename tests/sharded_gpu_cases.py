@@ -7,14 +7,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from numerics import violation
+from torch import Tensor
 
 from flash_attn import flash_attn_shared_prompt_func, reference
 from flash_attn.shared_prompt import SharedPromptLayout, pack, ulysses
 
 LENGTHS = ([700, 129, 33], [[300, 0, 65], [64, 1], [257]])
 HEADS = [(8, 4), (8, 1), (16, 2)]
+NAMES = ("out", "dq", "dk", "dv")
 WAYS = [("ulysses", 1), ("ulysses", 2), ("context", 1)]
 OPTIONS: list[dict[str, Any]] = [{}, {"window_size": (100, 0), "softcap": 20.0}, {"deterministic": True}]
+
+
+def problem(
+    boundary: str, heads: tuple[int, int], head_dim: int, device: str, **options: Any
+) -> tuple[SharedPromptLayout, list[Tensor], list[list[Tensor]]]:
+    """The layout, q, k, v and dout in bf16, and out, dq, dk, dv of the rule's two sides: low, then exact."""
+    layout = SharedPromptLayout.from_lengths(*LENGTHS, device=device, boundary=boundary)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    whole = [
+        torch.randn(layout.total, n, head_dim, generator=generator).bfloat16().to(device) for n in counts
+    ]
+    results = []
+    for low, inputs in ((True, whole), (False, [x.double() for x in whole])):
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        out = reference.attention(
+            *leaves, segments=layout.segments_host, causal=True, low=low, **options
+        )[0]
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, inputs[3].to(out.dtype))])
+    return layout, whole, results
 
 
 def attention(
@@ -27,37 +49,21 @@ def attention(
     device: str = "cuda",
 ) -> list[str]:
     """What breaks the rule on this rank's rows: out, dq, dk, dv."""
-    layout = SharedPromptLayout.from_lengths(*LENGTHS, device=device, boundary=boundary)
-    sharded = ulysses.shard_layout(layout, group, *way)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(0)
-    counts = (heads[0], heads[1], heads[1], heads[0])
-    whole = [torch.randn(layout.total, n, head_dim, generator=generator).bfloat16() for n in counts]
-    dtype, results = torch.bfloat16, []
-
-    def run(function: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-        out = function(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].to(out.dtype))]
-
     plain = {name: value for name, value in options.items() if name != "deterministic"}
-    for low, inputs in ((True, whole), (False, [x.double() for x in whole])):
-
-        def referee(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: bool = low) -> torch.Tensor:
-            return reference.attention(q, k, v, segments=layout.segments_host, causal=True, low=low, **plain)[
-                0
-            ]
-
-        results.append(run(referee, [x.to(device) for x in inputs]))
-    own = [ulysses.local_rows(x.to(device), sharded) for x in whole]
-    found = run(lambda q, k, v: flash_attn_shared_prompt_func(q, k, v, sharded, **options), own)
+    layout, whole, results = problem(boundary, heads, head_dim, device, **plain)
+    sharded = ulysses.shard_layout(layout, group, *way)  # type: ignore[arg-type]
+    own = [ulysses.local_rows(x, sharded) for x in whole]
+    leaves = [x.requires_grad_() for x in own[:3]]
+    out = flash_attn_shared_prompt_func(*leaves, sharded, **options)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, own[3])]
     problems = []
-    for name, x, low_x, ref in zip(("out", "dq", "dk", "dv"), found, *results, strict=True):
+    for name, x, low_x, ref in zip(NAMES, found, *results, strict=True):
         n = sharded.num_own_rows
         if x[n:].any():
             problems.append(f"{name}: padding is not zero")
         expected, yardstick = (ulysses.local_rows(t, sharded)[:n] for t in (ref, low_x))
-        problem = violation(x[:n], yardstick, expected, dtype, float(ref.abs().max()))
-        problems += [f"{name}: {problem}"] if problem else []
+        broken = violation(x[:n], yardstick, expected, torch.bfloat16, float(ref.abs().max()))
+        problems += [f"{name}: {broken}"] if broken else []
     return problems
 
 
@@ -110,17 +116,7 @@ def context_parts(
     from flash_attn.shared_prompt._context_keys import _walk
     from flash_attn.shared_prompt._partition import balanced, rows_of
 
-    layout = SharedPromptLayout.from_lengths(*LENGTHS, device=device, boundary=boundary)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(0)
-    counts = (heads[0], heads[1], heads[1], heads[0])
-    whole = [
-        torch.randn(layout.total, n, head_dim, generator=generator).bfloat16().to(device) for n in counts
-    ]
-    results = []
-    for low, inputs in ((True, whole), (False, [x.double() for x in whole])):
-        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-        out = reference.attention(*leaves, segments=layout.segments_host, causal=True, low=low)[0]
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, inputs[3])])
+    layout, whole, results = problem(boundary, heads, head_dim, device)
     found = [torch.zeros_like(x, dtype=torch.float32) for x in (whole[3], *whole[:3])]
     for parts in balanced(layout, num_ranks):
         table, keys, _ = _walk(layout, parts)
@@ -135,7 +131,7 @@ def context_parts(
         for total, index, x in zip(found, (rows, rows, keys, keys), (out.detach(), *grads), strict=True):
             total.index_add_(0, index, x.float())
     problems = []
-    for name, x, low_x, ref in zip(("out", "dq", "dk", "dv"), found, *results, strict=True):
-        problem = violation(x.bfloat16(), low_x, ref, torch.bfloat16, float(ref.abs().max()))
-        problems += [f"{name}: {problem}"] if problem else []
+    for name, x, low_x, ref in zip(NAMES, found, *results, strict=True):
+        broken = violation(x.bfloat16(), low_x, ref, torch.bfloat16, float(ref.abs().max()))
+        problems += [f"{name}: {broken}"] if broken else []
     return problems
