@@ -102,6 +102,28 @@ def _dot_rows(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.float() * out.float()).sum(-1)
 
 
+def _check_gradients(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, into: tuple[Tensor | None, ...]
+) -> None:
+    """dout and out as q with v's head dim; dq, dk, dv, where given, as q, k, v."""
+    shape = (*q.shape[:-1], v.shape[-1])
+    for name, x, expected in zip(
+        ("dout", "out", "dq", "dk", "dv"),
+        (dout, out, *into),
+        (shape, shape, q.shape, k.shape, v.shape),
+        strict=True,
+    ):
+        given = name in ("dout", "out")
+        if x is None and not given:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.shape != expected:
+            raise ValueError(f"{name} must be {list(expected)}, got {list(x.shape)}")
+        if given and x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+
+
 def _store(gradients: tuple[Tensor, ...], into: tuple[Tensor | None, ...]) -> None:
     for gradient, target in zip(gradients, into, strict=True):
         if target is not None:
@@ -132,6 +154,7 @@ def _flash_attn_backward(
     """Writes dq, dk, dv where given; returns sum(dout * out) as (B, H, Sq rounded up to 128) fp32."""
     checks.qkv(q, k, v, 4)
     checks.options(dropout_p, softcap, (window_size_left, window_size_right), alibi_slopes)
+    _check_gradients(q, k, v, dout, out, (dq, dk, dv))
     batch, seqlen_q, num_heads = q.shape[:3]
     if softmax_lse.shape != (batch, num_heads, seqlen_q):
         raise ValueError(f"softmax_lse must be (batch, num_heads, seqlen_q), got {list(softmax_lse.shape)}")
@@ -176,6 +199,14 @@ def _flash_attn_varlen_backward(
     """Writes dq, dk, dv where given; returns sum(dout * out) as (H, total_q + 128 B) fp32, rows first."""
     checks.qkv(q, k, v, 3)
     checks.options(dropout_p, softcap, (window_size_left, window_size_right), alibi_slopes)
+    _check_gradients(q, k, v, dout, out, (dq, dk, dv))
+    max_seqlen_q = checks.length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = checks.length("max_seqlen_k", max_seqlen_k)
+    checks.cu_seqlens_pair(
+        ("cu_seqlens_q", cu_seqlens_q, q.shape[0], "max_seqlen_q", max_seqlen_q),
+        ("cu_seqlens_k", cu_seqlens_k, k.shape[0], "max_seqlen_k", max_seqlen_k),
+        q.device,
+    )
     if softmax_lse.shape != (q.shape[1], q.shape[0]):
         raise ValueError(f"softmax_lse must be (num_heads, total_q), got {list(softmax_lse.shape)}")
     gradients = _calls.gradients(

@@ -148,3 +148,31 @@ def test_helpers() -> None:
     assert interface.maybe_contiguous(None) is None
     assert interface.round_multiple(129, 128) == 256
     assert interface._get_block_size_n(torch.device("cpu"), 128, True, False) == 32
+
+
+def test_gradients_of_other_tensors_are_refused() -> None:
+    """Shapes that would broadcast, or be viewed, into numbers of something else."""
+    q, k, v = (x.detach() for x in qkv((4, 2, 8), (4, 2, 8), (4, 2, 8)))
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    good = dict(dout=q, q=q, k=k, v=v, out=q, softmax_lse=torch.zeros(2, 4), dq=None, dk=None, dv=None,
+                cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4, dropout_p=0.0,
+                softmax_scale=0.3, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
+                alibi_slopes=None, deterministic=False)  # fmt: skip
+    lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    for change, error, message in (
+        ({"dout": q[:, :1]}, ValueError, r"dout must be \[4, 2, 8\], got \[4, 1, 8\]"),
+        ({"out": q[:, :1]}, ValueError, r"out must be \[4, 2, 8\], got \[4, 1, 8\]"),
+        ({"dout": None}, TypeError, "dout must be a tensor, got NoneType"),
+        ({"dout": q.float()}, TypeError, "dout must have q's dtype torch.float64, got torch.float32"),
+        ({"dk": torch.empty(8, 2, 4)}, ValueError, r"dk must be \[4, 2, 8\], got \[8, 2, 4\]"),
+        ({"cu_seqlens_q": cu.long()}, TypeError, "cu_seqlens_q must be int32, got torch.int64"),
+        ({"max_seqlen_k": 3}, ValueError, r"max_seqlen_k must be at least the longest sequence \(4\), got 3"),
+    ):
+        with pytest.raises(error, match=message):
+            interface._flash_attn_varlen_backward(**good | change)
+        if not any(name in change for name in lengths):
+            dense = {name: x for name, x in (good | change).items() if name not in lengths}
+            for name, x in dense.items():
+                dense[name] = x[None] if isinstance(x, Tensor) else x
+            with pytest.raises(error, match=message.replace(r"\[", r"\[1, ")):
+                interface._flash_attn_backward(**dense)
