@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flash_attn import _ops, _rotary, checks
+from flash_attn import _kvcache_checks, _ops, _rotary, checks
 from flash_attn._calls import kernel_head_dim, op_head_dims, scale_of, unit_stride_rows
 
 _MAX_PACKED_ROWS = 64  # query rows of a kv head that go into one tile; longer queries run as a prefill does
@@ -251,136 +251,6 @@ def seqlens_of(x: int | Tensor | None, batch: int, capacity: int, device: torch.
     return torch.full((batch,), capacity if x is None else int(x), dtype=torch.int64, device=device)
 
 
-def check_lengths(before: Tensor, length: Tensor, capacity: int, first: Tensor) -> None:
-    """Where values may be read: within the cache."""
-    if not checks.values_are_read(length):
-        return
-    if length.numel() and (int(before.min()) < 0 or int(length.max()) > capacity):
-        raise ValueError(
-            f"cache_seqlens plus the new keys must be within the cache's {capacity} rows, "
-            f"got {length.tolist()}"
-        )
-    if bool(((first < 0) | (first > length)).any()):
-        raise ValueError(f"cache_leftpad must be within the sequences, got {first.tolist()}")
-
-
-def check_places(
-    batch_idx: Tensor | None, block_table: Tensor | None, num_blocks: int, page_size: int, length: Tensor
-) -> None:
-    """Where values may be read: sequences and pages that exist. Behind a sequence's keys pages may be any."""
-    if not checks.values_are_read(length):
-        return
-    if batch_idx is not None and bool(((batch_idx < 0) | (batch_idx >= num_blocks)).any()):
-        raise ValueError(
-            f"cache_batch_idx must be within the cache's {num_blocks} sequences, got {batch_idx.tolist()}"
-        )
-    if block_table is None:
-        return
-    used = torch.arange(block_table.shape[1], device=length.device) * page_size < length[:, None]
-    if bool((used & ((block_table < 0) | (block_table >= num_blocks))).any()):
-        raise ValueError(
-            f"block_table must be within the cache's {num_blocks} pages where keys are, "
-            f"got {block_table.tolist()}"
-        )
-
-
-def _check_shapes(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    block_table: Tensor | None,
-) -> None:
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    paged = block_table is not None
-    form = (
-        "(num_blocks, page_size, num_heads_k, head_dim)"
-        if paged
-        else "(batch, seqlen, num_heads_k, head_dim)"
-    )
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
-    one = min(q.shape[0], 1) if q.dim() == 4 else 1  # sequences of the cache need not be those of q
-    first = (q[:one] if q.dim() == 4 else q, k_cache[:one], v_cache[:one])
-    checks.qkv(*first, 4, ("q", "k_cache", "v_cache"))
-    if k_cache.shape[:2] != v_cache.shape[:2]:
-        raise ValueError(
-            f"v_cache must have k_cache's {list(k_cache.shape[:2])} rows, got {list(v_cache.shape[:2])}"
-        )
-    if (k is None) != (v is None):
-        raise ValueError("k and v must be given together")
-    for name, new, like in (("k", k, k_cache), ("v", v, v_cache)):
-        if new is None:
-            continue
-        if not isinstance(new, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(new).__name__}")
-        if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2:] != like.shape[2:]:
-            raise ValueError(
-                f"{name} must be (batch, seqlen_new, num_heads_k, head_dim) = [{q.shape[0]}, *, "
-                f"{', '.join(map(str, like.shape[2:]))}], got {list(new.shape)}"
-            )
-    if k is None or v is None:
-        return
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"v must have k's {k.shape[1]} rows, got {v.shape[1]}")
-    for name, new in (("k", k), ("v", v)):
-        if new.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {new.dtype}")
-        if new.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {new.device}")
-
-
-def _check_indices(
-    q: Tensor, num_blocks: int, cache_seqlens: Any, batch_idx: Any, leftpad: Any, block_table: Any
-) -> None:
-    batch = q.shape[0]
-    for name, x in (
-        ("cache_seqlens", cache_seqlens),
-        ("cache_batch_idx", batch_idx),
-        ("cache_leftpad", leftpad),
-    ):
-        if x is None or (name == "cache_seqlens" and isinstance(x, int)):
-            continue
-        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} must be an int32 tensor, got {kind}")
-        if x.shape != (batch,) or x.device != q.device:
-            raise ValueError(
-                f"{name} must be (batch,) = [{batch}] on {q.device}, got {list(x.shape)} on {x.device}"
-            )
-    if block_table is None:
-        if batch_idx is None and num_blocks != batch:
-            raise ValueError(
-                f"k_cache must have q's batch size {batch} without cache_batch_idx, got {num_blocks}"
-            )
-        return
-    if batch_idx is not None or leftpad is not None:
-        raise NotImplementedError("block_table cannot be combined with cache_batch_idx or cache_leftpad")
-    if not isinstance(block_table, Tensor) or block_table.dtype != torch.int32:
-        kind = block_table.dtype if isinstance(block_table, Tensor) else type(block_table).__name__
-        raise TypeError(f"block_table must be an int32 tensor, got {kind}")
-    if block_table.dim() != 2 or block_table.shape[0] != batch:
-        raise ValueError(f"block_table must be (batch, pages) = [{batch}, *], got {list(block_table.shape)}")
-
-
-def _check_tables(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:
-    """Angles for every position of the cache: rows behind the tables would not be turned."""
-    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-        if x.dim() != 2 or x.shape != cos.shape or x.shape[0] < capacity or 2 * x.shape[1] > q.shape[-1]:
-            raise ValueError(
-                f"{name} must be (positions, rotary_dim / 2) with the cache's {capacity} positions or more "
-                f"and a rotary_dim of at most {q.shape[-1]}, got {list(x.shape)}"
-            )
-
-
 @torch.no_grad()
 def with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
@@ -390,8 +260,8 @@ def with_kvcache(
     rotary_interleaved: bool, alibi_slopes: Tensor | None, num_splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The work of `flash_attn_with_kvcache`: out (B, Sq, H, Dv) and lse (B, H, Sq)."""
-    _check_shapes(q, k_cache, v_cache, k, v, block_table)
-    _check_indices(q, k_cache.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    _kvcache_checks.shapes(q, k_cache, v_cache, k, v, block_table)
+    _kvcache_checks.indices(q, k_cache.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     checks.options(0.0, softcap, window_size, alibi_slopes)
     causal, num_splits = checks.flag("causal", causal), checks.length("num_splits", num_splits)
     if (rotary_cos is None) != (rotary_sin is None):
@@ -405,10 +275,10 @@ def with_kvcache(
     before = seqlens_of(cache_seqlens, batch, cache.capacity, q.device)
     first = torch.zeros_like(before) if cache_leftpad is None else cache_leftpad.long()
     length = before + (k.shape[1] if k is not None else 0)
-    check_lengths(before, length, cache.capacity, first)
-    check_places(cache_batch_idx, block_table, k_cache.shape[0], k_cache.shape[1], length)
+    _kvcache_checks.lengths(before, length, cache.capacity, first)
+    _kvcache_checks.places(cache_batch_idx, block_table, k_cache.shape[0], k_cache.shape[1], length)
     if rotary_cos is not None and rotary_sin is not None and k is not None:
-        _check_tables(rotary_cos, rotary_sin, q, cache.capacity)
+        _kvcache_checks.tables(rotary_cos, rotary_sin, q, cache.capacity)
         tables = rotary_cos, rotary_sin, rotary_interleaved, before - first
         moving = causal or window_size[0] >= 0 or window_size[1] >= 0
         q, k = rotate(q, *tables, moving), rotate(k, *tables, True)
@@ -423,5 +293,6 @@ def with_kvcache(
     seen = visible(first, length, seqlen_q, causal, window)
     source = cache_seqlens if isinstance(cache_seqlens, Tensor) else before
     added = k.shape[1] if k is not None else 0
-    key = (source, (cache_batch_idx, cache_leftpad, block_table), added, causal, window, cache.capacity)
+    others, memory = (cache_batch_idx, cache_leftpad, block_table), (k_cache.shape[0], k_cache.stride(0))
+    key = (source, others, added, causal, window, cache.capacity, memory)
     return few_queries(q, cache, seen, key, scale, float(softcap), num_splits)
