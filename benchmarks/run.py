@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import CASES, PLAIN, Case, PlainCase  # noqa: E402
-from providers import PROVIDERS, Pair, Problem, plain_providers  # noqa: E402
+from providers import PROVIDERS, Pair, Problem  # noqa: E402
+from providers_plain import plain_providers  # noqa: E402
 from timing import Memory, as_graph, interleaved, memory  # noqa: E402
 
 TOLERANCE = 2e-2
