@@ -282,6 +282,8 @@ def rejected(group: dist.ProcessGroup) -> dict[str, str]:
         "capacities": lambda: ulysses.shard_layout(capacities, group, "context"),
         "packed": lambda: ulysses.shard(layout, group),  # type: ignore[arg-type]
         "shape": lambda: ulysses.shard(packed, group, method="auto"),
+        "kind of shape": lambda: ulysses.shard(packed, group, method="auto", shape=3),  # type: ignore[arg-type]
+        "group of fail_together": lambda: ulysses.fail_together(None).__enter__(),  # type: ignore[arg-type]
         "heads": lambda: flash_attn_shared_prompt_func(q3, q3, q3, sharded),
         "auto heads": lambda: ulysses.choose_method(capacities, group, shape),
         "few rows": lambda: flash_attn_shared_prompt_func(short, short, short, sharded),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import _kvcache, flash_attn_func, flash_attn_with_kvcache
 from flash_attn._kvcache import choose_splits
 from flash_attn.layers.rotary import apply_rotary_emb
 
@@ -273,3 +273,19 @@ def test_compiled_in_one_graph() -> None:
     out = compiled(**x, cache_seqlens=lengths, causal=True)
     assert torch.equal(out, flash_attn_with_kvcache(**y, cache_seqlens=lengths, causal=True))
     assert torch.equal(x["k_cache"], y["k_cache"]) and torch.equal(x["v_cache"], y["v_cache"])
+
+
+def test_caches_of_other_strides_are_not_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences, or two with a gap: as many rows, which are remembered by what they are made of."""
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr(
+        _kvcache, "_remembered", lambda *key_and_make: known.setdefault(key_and_make[:3], key_and_make[3]())
+    )
+    whole = tensors(1, blocks=3, length=10)
+    index, lengths = ints(3) + 1, ints(3) + 7
+    for caches in (lambda x: x, lambda x: x.flatten(0, 1).unfold(0, 10, 20).permute(0, 3, 1, 2)):
+        k, v = (caches(whole[f"{n}_cache"]) for n in "kv")
+        got = flash_attn_with_kvcache(
+            whole["q"], k, v, cache_seqlens=lengths, cache_batch_idx=index, return_softmax_lse=True
+        )
+        check(got, expected(whole["q"], *[[x[1, :7]] * 3 for x in (k, v)]))

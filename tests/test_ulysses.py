@@ -149,6 +149,8 @@ MESSAGES = {
     "capacities": 'NotImplementedError: method "context" does not support layouts with capacities',
     "packed": "TypeError: packed must be a PackedBatch, got SharedPromptLayout",
     "shape": 'ValueError: shape must be given with method "auto"',
+    "kind of shape": "TypeError: shape must be an AttentionShape, got int",
+    "group of fail_together": "TypeError: group must be a process group, got NoneType",
     "heads": "ValueError: num_heads must be a multiple of the group's 2 ranks .* got 3",
     "auto heads": "ValueError: num_heads must be a multiple of the group's 2 ranks where .* got 3",
     "few rows": "ValueError: q must have at least the layout's 6 rows, got 1",

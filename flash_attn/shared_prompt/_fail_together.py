@@ -71,6 +71,8 @@ def fail_together(group: dist.ProcessGroup) -> Iterator[None]:
 
     Enter and leave it on all ranks, the same number of times, around a training loop or a step.
     """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a process group, got {type(group).__name__}")
     watch = _Watch(group)
     _open.append(watch)
     try:

@@ -112,6 +112,8 @@ def shard(
         return ShardedBatch(packed, shard_layout(packed.layout, group, method, num_chunks))
     if shape is None:
         raise ValueError('shape must be given with method "auto": AttentionShape(num_heads, ...), got None')
+    if not isinstance(shape, AttentionShape):
+        raise TypeError(f"shape must be an AttentionShape, got {type(shape).__name__}")
     choice = choose_method(packed.layout, group, shape)
     return ShardedBatch(packed, shard_layout(packed.layout, group, choice.method, choice.num_chunks))
 
