@@ -92,8 +92,8 @@ def backend(
     "cuda-sm90a" | "cuda-sm80" (the compiled library), "composed" (torch's own FlashAttention-2, merged by
     LSE) or "cpu". With `head_dim` (and `dtype`): what runs for tensors of it. On Hopper a head dim without
     sm_90a kernels runs the sm_80 ones: `backend("cuda", head_dim=512)` tells. Raises ValueError for an
-    unknown FLASH_ATTN_BACKEND, RuntimeError when it forces "cuda" and the library does not run,
-    NotImplementedError for a head dim or dtype that the library has no kernel for.
+    unknown FLASH_ATTN_BACKEND, RuntimeError without a CUDA device or when it forces "cuda" and the library
+    does not run, NotImplementedError for a head dim or dtype that the library has no kernel for.
     """
     if device is None:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -105,6 +105,8 @@ def backend(
         return "cpu"
     if device.type != "cuda":
         raise NotImplementedError(f"flash_attn runs on CPU and CUDA devices, got {device.type}")
+    if device.index is None and not torch.cuda.is_available():  # tensors' devices have an index
+        raise RuntimeError(f"no CUDA device is there: {why_unavailable()}")
     index = torch.cuda.current_device() if device.index is None else device.index
     force_arch = os.environ.get("FLASH_ATTN_FORCE_ARCH", "")
     chosen = _gpu_backend(index, choice, force_arch)

@@ -324,6 +324,8 @@ def test_a_missing_library_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPat
     assert flash_attn.why_unavailable() == "torch is built without CUDA" and not flash_attn.is_available()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="no CUDA device is there: "):
+        flash_attn.backend("cuda")
     assert flash_attn.why_unavailable() == "torch.cuda.is_available() is False"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -360,6 +362,7 @@ def test_backend_names_the_kernels_of_a_head_dim(
 
     from flash_attn import _backend
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(_backend, "_gpu_backend", lambda *_: "cuda-sm90a")
     library = SimpleNamespace(
