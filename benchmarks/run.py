@@ -35,16 +35,30 @@ from timing import Memory, as_graph, interleaved, memory  # noqa: E402
 TOLERANCE = 2e-2
 
 
+def commit(root: Path = ROOT) -> str:
+    """What FLASH_ATTN_COMMIT says, else the checkout's commit, with "+changes" where its sources differ.
+
+    report.py refuses figures of such a state.
+    """
+    sources = (":(top)", ":(top,exclude)benchmarks/results", ":(top,exclude)README.md")
+    changed = ["status", "--porcelain", "--untracked-files=no", "--", *sources]
+    runs = [
+        subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+        for arguments in (["rev-parse", "HEAD"], changed)
+    ]
+    if "FLASH_ATTN_COMMIT" in os.environ or any(run.returncode for run in runs):
+        return os.environ.get("FLASH_ATTN_COMMIT") or "unknown"
+    return runs[0].stdout.strip() + ("+changes" if runs[1].stdout.strip() else "")
+
+
 def environment(device: torch.device | str = "cuda") -> dict[str, Any]:
     """What belongs beside a figure measured on this device."""
     from flash_attn import _backend
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    commit = git.stdout.strip() if git.returncode == 0 else ""
     facts = {
         "gpu": "cpu",
         "torch": torch.__version__,
-        "commit": os.environ.get("FLASH_ATTN_COMMIT") or commit or "unknown",
+        "commit": commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
     if torch.device(device).type != "cuda":
