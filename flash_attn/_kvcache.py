@@ -279,7 +279,7 @@ def with_kvcache(
     _kvcache_checks.places(cache_batch_idx, block_table, k_cache.shape[0], k_cache.shape[1], length)
     if rotary_cos is not None and rotary_sin is not None and k is not None:
         _kvcache_checks.tables(rotary_cos, rotary_sin, q, cache.capacity)
-        tables = rotary_cos, rotary_sin, rotary_interleaved, before - first
+        tables = rotary_cos, rotary_sin, rotary_interleaved, before
         moving = causal or window_size[0] >= 0 or window_size[1] >= 0
         q, k = rotate(q, *tables, moving), rotate(k, *tables, True)
     if k is not None and v is not None:

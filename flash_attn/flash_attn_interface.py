@@ -241,8 +241,8 @@ def flash_attn_with_kvcache(
     (default: all). `k`, `v` (B, seqlen_new, Hk, D) are written behind them. `rotary_cos`, `rotary_sin`
     (positions, rotary_dim / 2) turn k and q at their positions (without `causal` and window, all of q at the
     first new one). `cache_batch_idx` (B,): the sequence of the cache for each of q; `cache_leftpad` (B,):
-    where its keys begin. `num_splits`: parts in which the keys are processed side by side, 0 chooses (with
-    `block_table` each page is one).
+    where its keys begin (rotary positions count from the cache's first row all the same). `num_splits`:
+    parts in which the keys are processed side by side, 0 chooses (with `block_table` each page is one).
     Masks as in `flash_attn_func` with Sk = keys after the call. Returns out (B, Sq, H, Dv), with
     `return_softmax_lse` also lse (B, H, Sq) fp32. Not differentiable. Positions outside the cache raise where
     values are read (CPU, FLASH_ATTN_CHECK=1); else they are clamped to its last row. ALiBi raises

@@ -156,6 +156,19 @@ def test_names_and_signatures(module: str, ops_on_any_machine: Any) -> None:
             )  # introspected by ring-flash-attn
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_apply_rotary_turns_and_turns_back(inplace: bool, ops_on_any_machine: Any) -> None:
+    rotary = importlib.import_module("flash_attn.ops.triton.rotary")
+    x, angle = torch.randn(2, 3, 1, 8, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    tables = angle.cos(), angle.sin()
+    expected = importlib.import_module("flash_attn.layers.rotary").apply_rotary_emb(x, *tables)
+    before, given = x.clone(), x.clone()
+    turned = rotary.apply_rotary(given, *tables, inplace=inplace)
+    torch.testing.assert_close(turned, expected)
+    assert (turned is given) == inplace and torch.equal(given, turned if inplace else before)
+    torch.testing.assert_close(rotary.apply_rotary(turned, *tables, conjugate=True), before)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are importable on GPUs")
 def test_ops_raise_import_errors_without_a_gpu() -> None:
     """Callers catch nothing else."""

@@ -136,6 +136,23 @@ def test_rotary(interleaved: bool, causal: bool) -> None:
     check(got, expected(q, keys, values, causal=causal))
 
 
+def test_rotary_counts_from_the_caches_first_row_under_left_padding() -> None:
+    x = tensors(2, 2)
+    angle = torch.randn(40, D // 2, dtype=torch.float64)
+    cos, sin = angle.cos(), angle.sin()
+    lengths, leftpad = torch.tensor([9, 4, 20]), torch.tensor([3, 4, 0])
+    cache = {n: x[f"{n}_cache"].clone() for n in "kv"}
+    got = flash_attn_with_kvcache(
+        **x, cache_seqlens=lengths.int(), cache_leftpad=leftpad.int(), rotary_cos=cos, rotary_sin=sin,
+        rotary_interleaved=False, causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    q, k = (apply_rotary_emb(x[name], cos, sin, seqlen_offsets=lengths) for name in "qk")
+    begins_ends = list(zip(leftpad.tolist(), lengths.tolist(), strict=True))
+    keys = [torch.cat((cache["k"][b, i:n], k[b])) for b, (i, n) in enumerate(begins_ends)]
+    values = [torch.cat((cache["v"][b, i:n], x["v"][b])) for b, (i, n) in enumerate(begins_ends)]
+    check(got, expected(q, keys, values, causal=True))
+
+
 def test_lengths_as_int_and_none() -> None:
     x = tensors(2)
     for given, length in ((7, 7), (None, CAPACITY)):

@@ -48,6 +48,8 @@ def test_dtypes(options: dict[str, Any], dtype: torch.dtype) -> None:
     x, weight = make(4, 16, dtype=torch.bfloat16), make(16, dtype=torch.float32)
     out, total = rms_norm_fn(x, weight, None, prenorm=True, **options)
     assert (out.dtype, total.dtype) == (torch.bfloat16, dtype)
+    residual = make(4, 16, dtype=torch.float64)
+    assert rms_norm_fn(x, weight, None, residual, prenorm=True, **options)[1].dtype == torch.float64
     assert rms_norm_fn(x, weight, None, out_dtype=torch.float32).dtype == torch.float32
     given = torch.empty(4, 16, dtype=torch.bfloat16)
     with torch.no_grad():

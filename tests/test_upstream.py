@@ -51,6 +51,7 @@ def test_varlen() -> None:
     )
     torch.testing.assert_close(tuple(grads), wanted)
     assert softmax_d.shape == (4, 6 + 2 * 128)
+    torch.testing.assert_close(softmax_d[:, :6], (dout * out).sum(-1).t().float())
 
 
 def test_a_ring_of_two_key_shares() -> None:
