@@ -1,5 +1,5 @@
-"""The op in eager mode, without torch.library's wrapper around autograd, whose Python takes longer a call than
-the kernels of a short batch.
+"""The op in eager mode, without torch.library's wrapper around autograd, whose Python takes longer than the
+kernels of a short batch.
 
 The same implementations, and so the same values, gradients and errors, as torch.ops.flash_attn.fwd. Tracing,
 modes, transforms and tensor subclasses get the op itself, which is what they know. Called by _calls.py.
