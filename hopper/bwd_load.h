@@ -32,9 +32,8 @@ template <class T>
 struct BwdStorage {
     alignas(1024) typename T::Element keys[2][T::TileK::kElements];
     alignas(1024) typename T::Element rows[2][T::kStages][T::TileQ::kElements];
-    alignas(1024) typename T::Element ds[T::kWide ? 1 : 2][T::kWithDq ? T::TileS::kElements : 64];
-    alignas(1024) float dq[T::kConsumers][T::kWithDq && !T::kWide ? T::kDqFloats : 4];
-    alignas(16) float probs[T::kWide ? T::kBlockN * kBlockRows : 4];  // P^T, in the order of the warpgroups' registers
+    alignas(1024) typename T::Element ds[2][T::kWithDq ? T::TileS::kElements : 64];
+    alignas(1024) float dq[T::kConsumers][T::kWithDq ? T::kDqFloats : 4];
     alignas(16) float scalars[2][T::kStages][T::kBlockM];
     Barrier keys_full, tail[2], ds_full[2];
     Barrier full[2][T::kStages], empty[2][T::kStages];

@@ -15,12 +15,11 @@ struct BwdTraits {
     static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n, kStages = 2;
     static constexpr int kBlockM = kSoftcap_ ? kBlockRows : kTile.bwd_block_m;  // tanh wants registers
     static constexpr bool kSoftcap = kSoftcap_, kWithDq = kWithDq_;
-    static constexpr bool kWide = kHeadDim > 128;  // dK and dV of 64 keys fill one warpgroup each: bwd_wide_mma.h
     static constexpr int kConsumers = 2;
-    static constexpr int kCluster = kWide ? 1 : 2;  // CTAs that may share rows: find_pair in launch.h
+    static constexpr int kCluster = 2;  // CTAs that may share rows: find_pair in launch.h
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kLoadRegisters = 24, kMmaRegisters = 240;
-    static_assert(kBlockN == (kWide ? 64 : 128));
+    static_assert(kBlockN == 128);
     // dQ: each warpgroup 64 rows of a longer block, or a share of the columns, or, where the share is no good width for
     // wgmma, all of them every other block.
     static constexpr bool kDqTurns = kBlockM == kBlockRows && kHeadDim / kConsumers % 64 != 0;

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "bwd_post.h"
 #include "bwd_wide_mma.h"
 #include "maps.h"
@@ -38,7 +40,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(__grid_constant__ A
 // same rows but for a few blocks at the diagonal. They share the loads of Q and dO.
 template <class T>
 __device__ __forceinline__ bool find_pair(Plan const& plan, int index, KeyItem const& item, KeyItem& other) {
-    if (T::kCluster == 1 || (index ^ 1) >= plan.num_key_items) { return false; }
+    if ((index ^ 1) >= plan.num_key_items) { return false; }
     other = plan.key_items[index ^ 1];
     return item.region == 1 && other.region == 1 && item.num_keys == T::kBlockN && other.num_keys == T::kBlockN &&
            item.split == other.split && item.row_end == other.row_end &&
@@ -76,19 +78,51 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
             bwd_load<T, 0>(args, s);
         } else if (warp == 1) {
             bwd_load<T, 1>(args, s);
-        } else if (T::kWithDq && !T::kWide) {
+        } else if (T::kWithDq) {
             bwd_store_dq<T>(args, s, warp - 2);
         }
     } else {
         grow_registers<T::kMmaRegisters>();
-        if constexpr (T::kWide) {
-            bwd_wide_mma<T>(args, s);
-        } else {
-            bwd_mma<T>(args, s);
-        }
+        bwd_mma<T>(args, s);
     }
     __syncwarp();
     if (s.paired) { cluster_sync(); }  // nobody leaves while the other may still write here
+}
+
+// Head dims over 128: two CTAs an item.
+template <class T>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(T::kThreads, 1)
+    bwd_wide_kernel(__grid_constant__ BwdArgs const args) {
+    extern __shared__ __align__(1024) char memory[];
+    BwdWideStorage<T>& s = *reinterpret_cast<BwdWideStorage<T>*>(memory);
+    int item_index, head;
+    args.order.decode(blockIdx.x / 2, item_index, head);
+    KeyItem const item = args.params.fwd.plan.key_items[item_index];
+    if (item.num_keys == 0) { return; }
+    if (threadIdx.x == 0) {
+        s.init();
+        s.item = item;
+        s.head_k = head;
+        fence_barrier_init();
+    }
+    cluster_sync();
+    int const warpgroup = uniform_warpgroup();
+    if (warpgroup == 0) {
+        shrink_registers<T::kLoadRegisters>();
+        int const warp = threadIdx.x / 32;
+        if (warp == 0) {
+            bwd_wide_load<T, 0>(args, s);
+        } else if (warp == 1) {
+            bwd_wide_load<T, 1>(args, s);
+        }
+    } else if (warpgroup == 1) {
+        grow_registers<T::kProbRegisters>();
+        WideRole<T>(args, s).probabilities();
+    } else {
+        grow_registers<T::kScoreRegisters>();
+        WideRole<T>(args, s).scores();
+    }
+    cluster_sync();  // the other CTA may still arrive on barriers of this one
 }
 
 inline cudaError_t num_multiprocessors(int& count) {
@@ -149,24 +183,46 @@ cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
     }
 }
 
+// Traits of the backward at a head dim, the kernel, items of a cluster of two CTAs.
+template <class T>
+struct BwdKernel {
+    using Storage = BwdStorage<T>;
+    using RowTile = typename T::TileQ;
+    static constexpr int kItems = 2;
+    static constexpr auto kKernel = bwd_kernel<T>;
+};
+template <class Element, int kHeadDim, bool kSoftcap, bool kWithDq>
+struct BwdKernel<BwdWideTraits<Element, kHeadDim, kSoftcap, kWithDq>> {
+    using T = BwdWideTraits<Element, kHeadDim, kSoftcap, kWithDq>;
+    using Storage = BwdWideStorage<T>;
+    using RowTile = typename T::HalfQ;
+    static constexpr int kItems = 1;
+    static constexpr auto kKernel = bwd_wide_kernel<T>;
+};
+template <class Element, int kHeadDim, bool kSoftcap, bool kWithDq>
+using BwdTraitsOf = std::conditional_t<(kHeadDim > 128), BwdWideTraits<Element, kHeadDim, kSoftcap, kWithDq>,
+                                       BwdTraits<Element, kHeadDim, kSoftcap, kWithDq>>;
+
 template <class T>
 cudaError_t launch_bwd(BwdParams const& p, cudaStream_t stream) {
     using Element = typename T::Element;
+    using Kernel = BwdKernel<T>;
     FwdParams const& f = p.fwd;
     BwdArgs args;
     args.params = p;
-    FLASH_ATTN_TRY((make_map<Element, typename T::TileQ>(args.maps.rows[0], f.q, f.total_q, f.num_heads, f.head_dim,
-                                                         f.q_row_stride, f.q_head_stride)));
-    FLASH_ATTN_TRY((make_map<Element, typename T::TileQ>(args.maps.rows[1], p.dout, f.total_q, f.num_heads, f.head_dim,
-                                                         p.dout_row_stride, p.dout_head_stride)));
+    FLASH_ATTN_TRY((make_map<Element, typename Kernel::RowTile>(args.maps.rows[0], f.q, f.total_q, f.num_heads,
+                                                                f.head_dim, f.q_row_stride, f.q_head_stride)));
+    FLASH_ATTN_TRY((make_map<Element, typename Kernel::RowTile>(args.maps.rows[1], p.dout, f.total_q, f.num_heads,
+                                                                f.head_dim, p.dout_row_stride, p.dout_head_stride)));
     FLASH_ATTN_TRY((make_key_maps<Element, typename T::TileK>(f, args.maps.keys[0], args.maps.keys[1])));
     int const heads = p.head_k_end - p.head_k_begin;
     // Head after head: all CTAs read the same rows at about the same time, and update the same dQ.
-    args.order = {(f.plan.num_key_items + T::kCluster - 1) / T::kCluster, heads, 1, p.head_k_begin};
+    args.order = {(f.plan.num_key_items + Kernel::kItems - 1) / Kernel::kItems, heads, 1, p.head_k_begin};
     if (args.order.size() == 0) { return cudaSuccess; }
-    constexpr int kBytes = sizeof(BwdStorage<T>);
-    FLASH_ATTN_TRY(cudaFuncSetAttribute(bwd_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    bwd_kernel<T><<<args.order.size() * T::kCluster, T::kThreads, kBytes, stream>>>(args);
+    constexpr int kBytes = sizeof(typename Kernel::Storage);
+    static_assert(kBytes <= 227 * 1024);
+    FLASH_ATTN_TRY(cudaFuncSetAttribute(Kernel::kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    Kernel::kKernel<<<args.order.size() * 2, T::kThreads, kBytes, stream>>>(args);
     return cudaGetLastError();
 }
 
@@ -177,11 +233,11 @@ cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
         if (p.dq_accum != nullptr || p.num_splits > 1) { return cudaErrorNotSupported; }  // dQ is a pass of its own
         return softcap ? launch_pair_dkv<Element, true>(p, stream) : launch_pair_dkv<Element, false>(p, stream);
     } else if (p.dq_accum == nullptr) {
-        return softcap ? launch_bwd<BwdTraits<Element, kHeadDim, true, false>>(p, stream)
-                       : launch_bwd<BwdTraits<Element, kHeadDim, false, false>>(p, stream);
+        return softcap ? launch_bwd<BwdTraitsOf<Element, kHeadDim, true, false>>(p, stream)
+                       : launch_bwd<BwdTraitsOf<Element, kHeadDim, false, false>>(p, stream);
     } else {
-        return softcap ? launch_bwd<BwdTraits<Element, kHeadDim, true, true>>(p, stream)
-                       : launch_bwd<BwdTraits<Element, kHeadDim, false, true>>(p, stream);
+        return softcap ? launch_bwd<BwdTraitsOf<Element, kHeadDim, true, true>>(p, stream)
+                       : launch_bwd<BwdTraitsOf<Element, kHeadDim, false, true>>(p, stream);
     }
 }
 
@@ -201,21 +257,25 @@ cudaError_t run_bwd_dq(BwdParams const& p, cudaStream_t stream) {
 // dq_accum (all rows of the chunk's heads) to dq, and the split partials of context keys to dk_context, dv_context.
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd_post(BwdParams const& p, cudaStream_t stream) {
-    using T = BwdTraits<Element, kHeadDim, false, true>;
-    FwdParams const& f = p.fwd;
-    unsigned const heads = p.head_k_end - p.head_k_begin;
-    if (heads == 0) { return cudaSuccess; }
-    if (p.dq_accum != nullptr && f.total_q > 0) {
-        dim3 const grid((f.total_q + kBlockRows - 1) / kBlockRows, heads * (f.num_heads / f.num_heads_k),
-                        kHeadDim / T::kDqColumns);
-        bwd_convert_dq<T><<<grid, 128, 0, stream>>>(p);
-        FLASH_ATTN_TRY(cudaGetLastError());
+    if constexpr (kHeadDim > 256) {
+        return cudaSuccess;  // neither accumulator nor partials
+    } else {
+        using T = BwdTraitsOf<Element, kHeadDim, false, true>;
+        FwdParams const& f = p.fwd;
+        unsigned const heads = p.head_k_end - p.head_k_begin;
+        if (heads == 0) { return cudaSuccess; }
+        if (p.dq_accum != nullptr && f.total_q > 0) {
+            dim3 const grid((f.total_q + kBlockRows - 1) / kBlockRows, heads * (f.num_heads / f.num_heads_k),
+                            kHeadDim / T::kDqColumns);
+            bwd_convert_dq<T><<<grid, 128, 0, stream>>>(p);
+            FLASH_ATTN_TRY(cudaGetLastError());
+        }
+        if (p.dk_partial != nullptr && f.plan.num_key_items > 0) {
+            bwd_sum_splits<Element, kHeadDim><<<dim3(f.plan.num_key_items, heads), 256, 0, stream>>>(p);
+            FLASH_ATTN_TRY(cudaGetLastError());
+        }
+        return cudaSuccess;
     }
-    if (p.dk_partial != nullptr && f.plan.num_key_items > 0) {
-        bwd_sum_splits<Element, kHeadDim><<<dim3(f.plan.num_key_items, heads), 256, 0, stream>>>(p);
-        FLASH_ATTN_TRY(cudaGetLastError());
-    }
-    return cudaSuccess;
 }
 
 }  // namespace flash_attn::sm90

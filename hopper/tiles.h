@@ -10,7 +10,7 @@ struct Tiles {
     int fwd_block_m;   // query rows of a forward item: 64 per consumer warpgroup, two or three of them (fwd_mma.h)
     int fwd_block_n;   // keys of a forward stage; two stages of K and V
     int pass_block_n;  // keys of a stage of the dQ pass (fwd_block_m rows)
-    int bwd_block_n;   // keys of a backward item
+    int bwd_block_n;   // keys of a backward item (head dims over 128: of two CTAs)
     int bwd_block_m;   // rows of its blocks: kBlockRows or twice as many
 };
 
@@ -19,8 +19,8 @@ constexpr Tiles kTiles[] = {
     {64, 192, 128, 64, 128, 128},   // S 64 + P 32 + O 32, 112 KB with two Q buffers | S 32 + dP 32 + dQ 32, 80 KB
     {96, 192, 96, 64, 128, 64},     // S 48 + P 24 + O 48, 144 KB | S 32 + dP 32 + dQ 48, 120 KB
     {128, 128, 128, 96, 128, 64},   // S 64 + P 32 + 32 + O 64, 192 KB | S 48 + dP 48 + dQ 64, 160 KB
-    {192, 128, 96, 64, 64, 64},     // S 48 + P 24 + 24 + O 96, 192 KB | S 32 + dP 32 + dQ 96, 192 KB
-    {256, 128, 64, 32, 64, 64},     // S 32 + P 16 + 16 + O 128, 192 KB | S 16 + dP 16 + dQ 128, 192 KB
+    {192, 128, 96, 64, 128, 64},    // S 48 + P 24 + 24 + O 96, 192 KB | S 32 + dP 32 + dQ 96, 192 KB
+    {256, 128, 64, 32, 128, 64},    // S 32 + P 16 + 16 + O 128, 192 KB | S 16 + dP 16 + dQ 128, 192 KB
     {512, 64, 64, 32, 64, 64},      // two blocks an item, roles for warpgroups: pair_traits.h
 };
 

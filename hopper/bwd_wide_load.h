@@ -1,0 +1,221 @@
+// Backward for head dims over 128, the producer warpgroup. dK and dV of 64 keys are all that a CTA can hold, so that Q, dO
+// and dQ would cross L2 twice as often per product as with 128 keys. Two CTAs (a cluster) share an item instead, 64 keys
+// each: half of each row block is loaded by either and multicast to both, and they exchange dS, so that either adds
+// some 64-column chunks of dQ over all 128 keys. Warp 0 loads K, Q and lse, warp 1 V, dO and D.
+#pragma once
+
+#include "bwd_mma.h"
+#include "cluster.h"
+
+namespace flash_attn::sm90 {
+
+template <class Element_, int kHeadDim_, bool kSoftcap_, bool kWithDq_>
+struct BwdWideTraits {
+    using Element = Element_;
+    static constexpr Tiles kTile = tiles(kHeadDim_);
+    static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n, kKeys = 64, kStages = 2;
+    static constexpr bool kSoftcap = kSoftcap_, kWithDq = kWithDq_;
+    static constexpr int kThreads = 3 * 128;
+    // 504 in all, what a CTA of 384 threads gets at launch (168 each): one more and setmaxnreg waits forever.
+    static constexpr int kLoadRegisters = 40, kProbRegisters = 240, kScoreRegisters = 224;
+    static_assert(kLoadRegisters + kProbRegisters + kScoreRegisters <= 3 * 168);
+    static_assert(kBlockN == 2 * kKeys);
+    using TileK = SmemTile<kKeys, kHeadDim>;
+    using TileQ = SmemTile<kBlockRows, kHeadDim>;
+    using HalfQ = SmemTile<kBlockRows / 2, kHeadDim>;  // what a CTA loads of a row block for both
+    using TileS = SmemTile<kKeys, kBlockRows>;         // P^T, then dS^T: keys x rows
+    using Chunk = SmemTile<kKeys, 64>;                 // of K, for dQ
+    // A unit of dQ work: one chunk of a block's columns. Of kChunks = 4 each warpgroup of each CTA has one. Of 3, CTA
+    // `rank`'s warpgroup 0 has chunk 2 * rank in every block, its warpgroup 1 chunk 1 in every other block.
+    static constexpr int kChunks = kHeadDim / 64;
+    // Buffers of P^T and dS^T, and by how many blocks dQ is late. A second one hides the exchange; d = 256 has no room for it.
+    static constexpr int kLag = kHeadDim == 192 ? 2 : 1;
+    static constexpr int kDqColumns = 64, kDqFloats = kBlockRows * kDqColumns;
+    static_assert(kChunks == 3 || kChunks == 4);
+    static __device__ __forceinline__ int first_chunk(int rank) { return rank * (kChunks - 2); }
+};
+
+template <class T>
+struct BwdWideStorage {
+    alignas(1024) typename T::Element keys[2][T::TileK::kElements];
+    alignas(1024) typename T::Element other_keys[2][T::Chunk::kElements];  // K of the other CTA, this one's dQ columns
+    alignas(1024) typename T::Element rows[2][T::kStages][T::TileQ::kElements];
+    alignas(1024) typename T::Element ds[T::kLag][T::TileS::kElements];
+    alignas(1024) typename T::Element other_ds[T::kLag][T::TileS::kElements];
+    alignas(16) float scalars[2][T::kStages][kBlockRows];
+    Barrier keys_full, tail[2];
+    Barrier full[2][T::kStages], empty[2][T::kStages];
+    Barrier probs_full[T::kLag];     // P^T is in ds
+    Barrier ds_full[T::kLag];        // dS^T is
+    Barrier other_ds_full[T::kLag];  // the other CTA's dS^T has arrived
+    Barrier ds_empty[T::kLag];       // both CTAs have read both
+    StageRows stage_rows[T::kStages];
+    KeyItem item;
+    int head_k;
+
+    __device__ void init() {
+        keys_full.init(T::kWithDq ? 4 : 2);  // tiles
+        for (int operand = 0; operand < 2; ++operand) {
+            tail[operand].init(1);
+            for (int i = 0; i < T::kStages; ++i) {
+                full[operand][i].init(1);
+                empty[operand][i].init(4);  // two warpgroups of two CTAs
+            }
+        }
+        for (int i = 0; i < T::kLag; ++i) {
+            probs_full[i].init(4);  // warps
+            ds_full[i].init(4);
+            other_ds_full[i].init(1);
+            ds_empty[i].init(4);  // two warpgroups of two CTAs; without dQ four warps
+        }
+    }
+};
+
+// All 64 rows of a block by this CTA alone.
+template <class T>
+__device__ __forceinline__ void load_rows(void* dst, CUtensorMap const& map, int row, int head, Barrier& bar) {
+#pragma unroll
+    for (int i = 0; i < 2 * T::kChunks; ++i) {
+        tma_load(static_cast<char*>(dst) + i / 2 * T::TileQ::kChunkBytes + i % 2 * T::HalfQ::kChunkBytes, map,
+                 i / 2 * 64, row + i % 2 * kBlockRows / 2, head, bar, kEvictFirst);
+    }
+}
+
+// A tile of which only `valid` rows may be read by the products; returns when it is there and the rest is zero.
+template <class Tile, class Load>
+__device__ __forceinline__ void load_and_zero(void* dst, int valid, Barrier& tail, uint32_t& tail_phase, int lane,
+                                              Load const& load) {
+    if (lane == 0) {
+        tail.arrive_and_expect(Tile::kBytes);
+        load(tail);
+    }
+    tail.wait(tail_phase);
+    tail_phase ^= 1;
+    zero_tail<Tile>(dst, max(valid, 0), lane);
+    fence_async_proxy();
+    __syncwarp();
+}
+
+// One arrival on `full`.
+template <class Tile, class Load>
+__device__ __forceinline__ void load_wide_keys(void* dst, int valid, Barrier& full, Barrier& tail, uint32_t& tail_phase,
+                                               int lane, Load const& load) {
+    if (valid < Tile::kRows) { load_and_zero<Tile>(dst, valid, tail, tail_phase, lane, load); }
+    if (lane == 0) {
+        if (valid < Tile::kRows) {
+            full.arrive();
+        } else {
+            full.arrive_and_expect(Tile::kBytes);
+            load(full);
+        }
+    }
+}
+
+template <class T, int kOperand>
+__device__ __forceinline__ void bwd_wide_load(BwdArgs const& args, BwdWideStorage<T>& s) {
+    using TileK = typename T::TileK;
+    using TileQ = typename T::TileQ;
+    using Chunk = typename T::Chunk;
+    int const lane = threadIdx.x % 32, rank = cluster_rank();
+    BwdParams const& p = args.params;
+    KeyItem const& item = s.item;
+    CUtensorMap const& map_rows = args.maps.rows[kOperand];
+    uint32_t tail_phase = 0;
+    {
+        CUtensorMap const& map = args.maps.keys[kOperand][item.region];
+        int const valid = num_seen_keys(item, p.fwd.plan.row_span);
+        load_wide_keys<TileK>(s.keys[kOperand], valid - T::kKeys * rank, s.keys_full, s.tail[kOperand], tail_phase, lane,
+                              [&](Barrier& bar) {
+                                  load_tile<TileK>(s.keys[kOperand], map, item.key_begin + T::kKeys * rank, s.head_k,
+                                                   bar, kEvictFirst);
+                              });
+        if constexpr (kOperand == 0 && T::kWithDq) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                load_wide_keys<Chunk>(s.other_keys[i], valid - T::kKeys * (1 - rank), s.keys_full, s.tail[0],
+                                      tail_phase, lane, [&](Barrier& bar) {
+                                          tma_load(s.other_keys[i], map, 64 * (T::first_chunk(rank) + i),
+                                                   item.key_begin + T::kKeys * (1 - rank), s.head_k, bar, kEvictFirst);
+                                      });
+            }
+        }
+    }
+
+    Ring<T::kStages> ring;
+    int const group = p.fwd.num_heads / p.fwd.num_heads_k;
+    int const key_begin = item.key_begin + T::kKeys * rank;
+#pragma unroll 1
+    for (int head = s.head_k * group; head < (s.head_k + 1) * group; ++head) {
+        // 32 blocks at a time, one a lane: two ballots say which are visited (by both CTAs) and which need the mask.
+#pragma unroll 1
+        for (int last = (item.row_end + kBlockRows - 1) / kBlockRows - 1; last >= item.row_begin / kBlockRows;
+             last -= 32) {
+            int const block = last - lane;
+            bool visited = false, masked = false;
+            if (block >= item.row_begin / kBlockRows) {
+                KeySpan const* const spans = &p.fwd.plan.block_span[block].context;
+                int4 const x = __ldg(
+                    reinterpret_cast<int4 const*>(spans + (item.region ? 0 : 1)));  // begin, full_begin, full_end, end
+                visited = x.x < item.key_begin + item.num_keys && item.key_begin < x.w;
+                masked = x.y > key_begin || x.z < key_begin + T::kKeys || item.num_keys < T::kKeys * (rank + 1) ||
+                         block * kBlockRows < item.row_begin || (block + 1) * kBlockRows > item.row_end;
+            }
+            uint32_t todo = __ballot_sync(0xffffffff, visited);
+            uint32_t const mask = __ballot_sync(0xffffffff, masked);
+#pragma unroll 1
+            for (; todo != 0; todo &= todo - 1) {
+                int const i = __ffs(todo) - 1;
+                int const row = (last - i) * kBlockRows;
+                Barrier& full = s.full[kOperand][ring.stage];
+                char* const dst = reinterpret_cast<char*>(s.rows[kOperand][ring.stage]);
+                s.empty[kOperand][ring.stage].wait(ring.phase ^ 1);
+                bool const whole = row + kBlockRows <= item.row_end;
+                if (lane == 0) {
+                    if constexpr (kOperand == 0) {
+                        StageRows& rows = s.stage_rows[ring.stage];
+                        rows.dq_tile = (head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) + last - i;
+                        rows.block_and_mask = 2 * (last - i) + int(mask >> i & 1);
+                    }
+                    if (whole) { full.arrive_and_expect(kBlockRows * 4 + TileQ::kBytes); }
+                    bulk_load(s.scalars[kOperand][ring.stage],
+                              (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row,
+                              kBlockRows * 4, full);
+                    if (whole) {
+#pragma unroll
+                        for (int c = 0; c < T::kChunks; ++c) {
+                            tma_load_multicast(dst + c * TileQ::kChunkBytes + rank * T::HalfQ::kChunkBytes, map_rows,
+                                               64 * c, row + kBlockRows / 2 * rank, head, full, 3, kEvictFirst);
+                        }
+                    }
+                }
+                if (!whole) {  // rows behind the item's last one may be padding
+                    load_and_zero<TileQ>(dst, item.row_end - row, s.tail[kOperand], tail_phase, lane,
+                                         [&](Barrier& bar) { load_rows<T>(dst, map_rows, row, head, bar); });
+                    if (lane == 0) { full.arrive_and_expect(kBlockRows * 4); }
+                }
+                ring.advance();
+            }
+        }
+    }
+    if (kOperand == 0) {
+        s.empty[0][ring.stage].wait(ring.phase ^ 1);
+        if (lane == 0) {
+            s.stage_rows[ring.stage].dq_tile = -1;
+            s.full[0][ring.stage].arrive();
+        }
+    }
+}
+
+__device__ __forceinline__ void arrive_at_both(Barrier& barrier) {
+    arrive_at(barrier, 0);
+    arrive_at(barrier, 1);
+}
+
+// Shared memory of this CTA to addresses in the other.
+__device__ __forceinline__ void copy_to_peer(uint32_t dst, void const* src, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+                 "r"(smem_address(src)), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+}  // namespace flash_attn::sm90
