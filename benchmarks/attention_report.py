@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from plotting import pyplot
+
 Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 
@@ -45,7 +47,7 @@ the prompt's dK / dV against fp64, in 1e-3. Ours sums in fp32 over all responses
 
 def draw_error_growth(rows: Rows, path: Path) -> None:
     """dK's error over the number of responses and over the GQA ratio."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     labels = (("N", "responses on one prompt"), ("ratio", "query heads of a key head"))
     for axis, (kind, label) in zip(axes, labels, strict=True):
@@ -88,7 +90,7 @@ Below 1 sharing does not pay.
 
 def draw_break_even(rows: Rows, path: Path) -> None:
     """A map: N upwards, P / R to the right; the speed-up in each cell."""
-    plt = _pyplot()
+    plt = pyplot()
     from matplotlib.colors import TwoSlopeNorm
 
     counts, ratios, found = _cells(rows)
@@ -125,12 +127,3 @@ def gpu_tests(report: dict[str, Any], markdown_table: Table) -> str:
 {report["commit"][:12]}; {what}{seconds}.{note}
 
 {markdown_table(lines)}{chr(10) + chr(10) + "Not passed:" + chr(10) + failures if failures else ""}"""
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt

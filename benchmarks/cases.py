@@ -3,14 +3,24 @@
 A case: `num_groups` groups of one prompt of P tokens and N responses of R tokens each. Work counts every
 visible (query, key) pair once, prompts once:
     forward 4 H d (P^2 / 2 + N (P R + R^2 / 2)) floating-point operations a group, backward 2.5 times that.
+(ragged: with R_i drawn from U(131, R), the sums over the responses).
 With a window of W keys (window_left = W - 1) rows n of a sequence see min(n, W) keys: of its first n rows
 n^2 / 2 pairs up to n = W, then W n - W^2 / 2.
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict, dataclass
 from typing import Any
+
+SHORTEST = 131  # of ragged responses
+
+
+def uniform_lens(count: int, longest: int, seed: int = 0) -> list[int]:
+    """Response lengths of U(131, longest); more of them begin with the same ones."""
+    draw = random.Random(seed)
+    return [draw.randint(min(SHORTEST, longest), longest) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -25,10 +35,18 @@ class Case:
     num_groups: int = 1
     small: bool = False  # also timed as a CUDA graph: launches count
     window_left: int = -1  # -1: all earlier keys
+    ragged: bool = False  # responses of 131 to response_len tokens
+
+    @property
+    def response_lens(self) -> list[int]:
+        """Of one group; the groups are alike."""
+        if self.ragged:
+            return uniform_lens(self.num_responses, self.response_len)
+        return [self.response_len] * self.num_responses
 
     @property
     def total(self) -> int:
-        return self.num_groups * (self.prompt_len + self.num_responses * self.response_len)
+        return self.num_groups * (self.prompt_len + sum(self.response_lens))
 
     def pairs(self, rows: int) -> float:
         """Visible pairs of a sequence's first rows."""
@@ -36,8 +54,8 @@ class Case:
         return rows * rows / 2 if window <= 0 or rows <= window else window * rows - window * window / 2
 
     def forward_flops(self) -> float:
-        n, p, r = self.num_responses, self.prompt_len, self.response_len
-        pairs = self.pairs(p) + n * (self.pairs(p + r) - self.pairs(p))
+        p = self.prompt_len
+        pairs = self.pairs(p) + sum(self.pairs(p + r) - self.pairs(p) for r in self.response_lens)
         return 4.0 * self.num_heads * self.head_dim * pairs * self.num_groups
 
     def flops(self, direction: str) -> float:
@@ -49,6 +67,8 @@ class Case:
         names |= dict(head_dim="d", dtype="dtype", num_groups="groups")
         if self.window_left >= 0:
             names["window_left"] = "window_left"
+        if self.ragged:
+            names["ragged"] = "ragged"
         return {names[k]: v for k, v in asdict(self).items() if k in names}
 
 
@@ -83,6 +103,7 @@ CASES: dict[str, list[Case]] = {
     "head_dims": [Case(28, 16384, 2048, head_dim=d) for d in (64, 96, 192, 256)],
     "long": [Case(4, 65536, 512), Case(16, 65536, 2048)],
     "groups": [Case(8, 4096, 1024, num_groups=4)],
+    "ragged": [Case(32, 8192, 2048, ragged=True), Case(32, 8192, 2048)],
     # Gemma-4-31B: global layers, sliding layers, and what the latter would be without their window.
     "gemma4": [
         Case(8, 8192, 2048, num_heads_k=4, head_dim=512),

@@ -25,7 +25,11 @@ from cases import Case  # noqa: E402
 from providers import PROVIDERS, Problem  # noqa: E402
 from run import environment, packed, short  # noqa: E402
 
-NAMES = ("ours-sm90a", "ours-sm80", "ours-deterministic", "fa2-two-call", "fa2-replicated")
+OURS = ("ours-sm90a", "ours-sm80", "ours-deterministic")
+NAMES = (*OURS, "fa2-two-call", "fa2-replicated", "cudnn-two-call", "cudnn-replicated")
+GATHERED = ("gather-varlen", "prefix-grouper")
+COMPILED = ("fa4-two-call", "fa4-gather", "fa4-block-sparse", "flex")  # slow to compile: over N only
+RESPONSES, RATIOS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16)
 BASE = dict(prompt_len=256, response_len=128, head_dim=128)
 
 
@@ -48,11 +52,18 @@ def exact(problem: Problem) -> tuple[Tensor, Tensor]:
     return dk, dv
 
 
-def rows_of(case: Case, axis: str) -> list[dict[str, Any]]:
+def names_of(axis: str, point: int) -> list[str]:
+    names = [*NAMES, *GATHERED, *(COMPILED if axis == "N" else ())]
+    if point not in (8, 64):  # flex compiles anew for every shape
+        names = [name for name in names if name != "flex"]
+    return [name for name in names if name in PROVIDERS]
+
+
+def rows_of(case: Case, axis: str, names: list[str]) -> list[dict[str, Any]]:
     problem = Problem(case)
     want = exact(problem)
     rows = []
-    for name in NAMES:
+    for name in names:
         row: dict[str, Any] = dict(axis=axis, case=case.row(), provider=name)
         try:
             _, _, dk, dv = packed(PROVIDERS[name](problem))
@@ -69,16 +80,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Error of the prompt's gradients against fp64.")
     parser.add_argument("--out", required=True, help="JSON file; the plot stands beside it as .png")
     args = parser.parse_args()
+    facts, path = environment(), Path(args.out)
     rows: list[dict[str, Any]] = []
-    for n in (1, 2, 4, 8, 16, 32, 64):
-        rows += rows_of(Case(num_responses=n, num_heads=4, num_heads_k=2, **BASE), "N")
-    for ratio in (1, 2, 4, 8, 16):
-        rows += rows_of(Case(num_responses=8, num_heads=2 * ratio, num_heads_k=2, **BASE), "ratio")
-    facts = environment()
-    path = Path(args.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
-    draw_error_growth([facts | row for row in rows], path.with_suffix(".png"))
+    points = [("N", n) for n in RESPONSES] + [("ratio", ratio) for ratio in RATIOS]
+    for axis, point in points:
+        n, ratio = (point, 2) if axis == "N" else (8, point)
+        case = Case(num_responses=n, num_heads=2 * ratio, num_heads_k=2, **BASE)
+        rows += [facts | row for row in rows_of(case, axis, names_of(axis, point))]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+    draw_error_growth(rows, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

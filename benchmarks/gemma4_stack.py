@@ -266,11 +266,9 @@ def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Peak memory, measured and estimated, beside what the GPU has."""
-    import matplotlib
+    from plotting import pyplot
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     bars = {"packed": record["packed"]["peak_gib"]}
     bars |= {row["name"]: row["peak_gib"] for row in record["replicated"] if "error" not in row}
     if record["replicated_estimate_gib"] is not None:

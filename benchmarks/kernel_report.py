@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from plotting import pyplot
+
 Rows = list[dict[str, Any]]
 
 
@@ -170,11 +172,7 @@ Attention of Gemma-4-31B's layers ({where};
 
 def draw(rows: Rows, path: Path) -> None:
     """Forward and backward TFLOP/s of every provider, one group of bars a case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     cases = {k: v for k, v in merged(rows).items() if k.startswith("N=") and not k.endswith("graph")}
     names = list(dict.fromkeys(name for providers in cases.values() for name in providers))
     figure, axes = plt.subplots(2, 1, figsize=(1.5 + 2.2 * len(cases), 6), sharex=True)

@@ -22,6 +22,7 @@ Forward = Callable[[], Tensor]
 Backward = Callable[[], tuple[Tensor, Tensor, Tensor]]
 Pair = tuple[Forward, Backward]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_REPLICATED = 600_000  # rows of the replicated ways; above, a call takes seconds
 aten = torch.ops.aten
 
 
@@ -40,16 +41,25 @@ class Problem:
         self.k, self.v = make(case.num_heads_k), make(case.num_heads_k)
         self.scale = case.head_dim**-0.5
 
-    def one_group(self) -> tuple[int, int, int]:
+    def group(self) -> tuple[int, list[int]]:
+        """Lengths of the prompt and of the responses."""
         if self.case.num_groups != 1:
             raise NotImplementedError("this provider is written for one group")
         if self.case.window_left >= 0:
             raise NotImplementedError("this provider is written for attention without a window")
-        return self.case.num_responses, self.case.prompt_len, self.case.response_len
+        return self.case.prompt_len, self.case.response_lens
+
+    def one_group(self) -> tuple[int, int, int]:
+        """N, P, R."""
+        if self.case.ragged:
+            raise NotImplementedError("this provider is written for responses of one length")
+        return len(self.group()[1]), self.case.prompt_len, self.case.response_len
 
     def replicate(self, x: Tensor) -> Tensor:
         """(N, P + R, heads, d)"""
         n, p, r = self.one_group()
+        if n * (p + r) > MAX_REPLICATED:
+            raise NotImplementedError(f"{n * (p + r)} replicated rows: not timed")
         prompt = x[:p].unsqueeze(0).expand(n, -1, -1, -1)
         return torch.cat([prompt, x[p:].unflatten(0, (n, r))], 1)
 
@@ -72,6 +82,10 @@ def _steps(count: int, length: int) -> Tensor:
     return torch.arange(0, (count + 1) * length, length, device="cuda", dtype=torch.int32)
 
 
+def cumulative(lengths: list[int], device: str = "cuda") -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
 def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
     from flash_attn import _backend
     from flash_attn._ops import plan_tables
@@ -84,7 +98,7 @@ def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
     ops = torch.ops.flash_attn_cuda
     layout = SharedPromptLayout.from_lengths(
         [case.prompt_len] * case.num_groups,
-        [[case.response_len] * case.num_responses] * case.num_groups,
+        [case.response_lens] * case.num_groups,
         "cuda",
         "shared",
     )
@@ -246,14 +260,15 @@ _compiled_merge = torch.compile(_merge, dynamic=True)
 
 
 def fa2_two_call(problem: Problem) -> Pair:
-    n, p, r = problem.one_group()
+    p, lens = problem.group()
     (qc, qd), (kc, kd), (vc, vd), (dc, dd) = (
         (x[:p], x[p:]) for x in (problem.q, problem.k, problem.v, problem.dout)
     )
-    prompt, flat, each = _cu(0, p), _cu(0, n * r), _steps(n, r)
+    rows, longest = sum(lens), max(lens)
+    prompt, flat, each = _cu(0, p), _cu(0, rows), cumulative(lens)
     on_self = (prompt, prompt, p, p, True)
-    on_prompt = (flat, prompt, n * r, p, False)
-    on_own = (each, each, r, r, True)
+    on_prompt = (flat, prompt, rows, p, False)
+    on_own = (each, each, longest, longest, True)
     scale = problem.scale
 
     def run() -> tuple:

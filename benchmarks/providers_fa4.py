@@ -86,16 +86,17 @@ def fa4_replicated(problem):  # type: ignore[no-untyped-def]
 
 
 def fa4_two_call(problem):  # type: ignore[no-untyped-def]
-    from providers import _compiled_merge, _cu, _steps
+    from providers import _compiled_merge, _cu, cumulative
 
-    n, p, r = problem.one_group()
+    p, lens = problem.group()
     call, grad = _varlen(problem.scale)
     (qc, qd), (kc, kd), (vc, vd), (dc, dd) = (
         (x[:p], x[p:]) for x in (problem.q, problem.k, problem.v, problem.dout)
     )
-    prompt, flat, each = _cu(0, p), _cu(0, n * r), _steps(n, r)
-    on_self, on_prompt = (prompt, prompt, p, p, True), (flat, prompt, n * r, p, False)
-    on_own = (each, each, r, r, True)
+    rows, longest = sum(lens), max(lens)
+    prompt, flat, each = _cu(0, p), _cu(0, rows), cumulative(lens)
+    on_self, on_prompt = (prompt, prompt, p, p, True), (flat, prompt, rows, p, False)
+    on_own = (each, each, longest, longest, True)
 
     def run() -> tuple:
         a = call(qc, kc, vc, on_self)

@@ -37,17 +37,21 @@ def fa2_varlen(scale: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
+def gather_rows(p: int, lens: list[int], device: str = "cuda") -> tuple[Tensor, tuple]:
+    """Rows of K and V in the order [prompt, (prompt, response 1), ...], and the varlen call's shape."""
+    from providers import cumulative
+
+    prompt = torch.arange(p)
+    ends = torch.tensor([p, *lens]).cumsum(0).tolist()
+    own = [torch.arange(end - r, end) for end, r in zip(ends[1:], lens, strict=True)]
+    index = torch.cat([prompt, *(torch.cat([prompt, rows]) for rows in own)])
+    steps = cumulative([p, *lens], device), cumulative([p, *(p + r for r in lens)], device)
+    return index.to(device), (*steps, max(p, *lens), p + max(lens), True)
+
+
 def gathered(problem: Any, call: Callable[..., Any], grad: Callable[..., Any]) -> Any:
     """K and V gathered to [prompt, response n], one varlen call; gradients index_add'ed back."""
-    n, p, r = problem.one_group()
-    prompt = torch.arange(p)
-    rows = [prompt, *(torch.cat([prompt, torch.arange(p + i * r, p + (i + 1) * r)]) for i in range(n))]
-    index = torch.cat(rows).cuda()
-
-    def cu(lengths: list[int]) -> Tensor:
-        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-
-    shape = (cu([p] + [r] * n), cu([p] + [p + r] * n), max(p, r), p + r, True)
+    index, shape = gather_rows(*problem.group())
 
     def run() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         k, v = problem.k.index_select(0, index), problem.v.index_select(0, index)
@@ -73,27 +77,15 @@ def gather_varlen(problem: Any) -> Any:
 def prefix_grouper(problem: Any) -> Any:
     """The package's own split, repeat and join around torch's FlashAttention-2.
 
-    Its index tensors are built outside the timing. Without padding its masks say nothing, so that causal
-    attention aligned bottom-right is exact.
+    Its index tensors are built outside the timing.
     """
     try:
         from prefix_grouper import AttentionForward, PrefixGrouper  # type: ignore[import-not-found]
     except ImportError:
         raise NotImplementedError("prefix-grouper is not installed") from None
-    n, p, r = problem.one_group()
-    grouper = PrefixGrouper([[p, *[r] * n]], device=problem.q.device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        batch, rows = q.shape[0], [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-        steps = [
-            torch.arange(0, (batch + 1) * x.shape[2], x.shape[2], device=q.device, dtype=torch.int32)
-            for x in (q, k)
-        ]
-        sizes = (*steps, q.shape[2], k.shape[2])
-        out = aten._flash_attention_forward(*rows, *sizes, 0.0, True, False, scale=problem.scale)[0]
-        return out.unflatten(0, (batch, q.shape[2]))
-
-    call = AttentionForward(attend)
+    p, lens = problem.group()
+    grouper = PrefixGrouper([[p, *lens]], device=problem.q.device)
+    call = AttentionForward(padded_fa2(problem.scale))
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
 
     def forward() -> Tensor:
@@ -106,6 +98,26 @@ def prefix_grouper(problem: Any) -> Any:
 
     forward.packed = lambda x: x[0]  # type: ignore[attr-defined]
     return forward, backward
+
+
+def padded_fa2(scale: float) -> Callable[..., Tensor]:
+    """torch's FlashAttention-2 for prefix-grouper: (batch, heads, rows, d) to (batch, rows, heads, d).
+
+    The masks say nothing that causality, aligned bottom-right, does not: prompts are padded on the left (here
+    there is one), responses on the right, queries and keys alike.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        batch, rows = q.shape[0], [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        steps = [
+            torch.arange(0, (batch + 1) * x.shape[2], x.shape[2], device=q.device, dtype=torch.int32)
+            for x in (q, k)
+        ]
+        sizes = (*steps, q.shape[2], k.shape[2])
+        out = aten._flash_attention_forward(*rows, *sizes, 0.0, True, False, scale=scale)[0]
+        return out.unflatten(0, (batch, q.shape[2]))
+
+    return attend
 
 
 GATHER_PROVIDERS = {"gather-varlen": gather_varlen, "prefix-grouper": prefix_grouper}

@@ -77,12 +77,12 @@ def environment(device: torch.device | str = "cuda") -> dict[str, Any]:
 
 def reference(problem: Problem) -> list[Tensor]:
     """out, dq, dk, dv in fp32 with an explicit mask."""
-    p, r, window_left = problem.case.prompt_len, problem.case.response_len, problem.case.window_left
+    p, lens, window_left = problem.case.prompt_len, problem.case.response_lens, problem.case.window_left
     index = torch.arange(problem.case.total, device="cuda")
-    owner = torch.where(index < p, -1, (index - p) // r)
+    owner = torch.repeat_interleave(torch.tensor([p, *lens], device="cuda"))  # 0: the prompt
     mask = (index[None] <= index[:, None]) & ((index[None] < p) | (owner[None] == owner[:, None]))
     if window_left >= 0:
-        position = torch.where(index < p, index, p + (index - p) % r)
+        position = torch.cat([torch.arange(p), *(torch.arange(p, p + r) for r in lens)]).cuda()
         mask &= position[None] >= position[:, None] - window_left
     leaves = [x.float().detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     groups = problem.case.num_heads // problem.case.num_heads_k
@@ -117,6 +117,36 @@ def what_is_wrong(name: str, case: Case) -> str | None:
     except Exception as error:  # a provider that does not run here is a result
         return short(error)
     return None
+
+
+def checked(name: str, case: Case, library: str, folder: Path | None) -> str | None:
+    """`what_is_wrong`, or what an earlier process with the same library wrote down in `folder`."""
+    if folder is None:
+        return what_is_wrong(name, case)
+    kind = (name, library, case.head_dim, case.num_heads_k, case.dtype, case.window_left, case.ragged)
+    path = folder / "-".join(map(str, kind))
+    if not path.exists():
+        found = what_is_wrong(name, case)
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(found or "")
+    return path.read_text() or None
+
+
+def warm(cases: Iterable[Case], names: Iterable[str], library: str, folder: Path | None) -> None:
+    """Checks every provider, and runs it once on every case, so that what it compiles lies in its cache."""
+    for case in cases:
+        for name in names:
+            wrong = checked(name, case, library, folder)
+            if wrong is None:
+                try:
+                    forward, backward = PROVIDERS[name](Problem(case))
+                    forward(), backward()
+                    torch.cuda.synchronize()
+                except Exception as error:
+                    wrong = short(error)
+            print(f"{name} {case.row()}: {wrong or 'right'}", flush=True)
+            forward = backward = None
+            clean()
 
 
 def short(error: Exception) -> str:
@@ -246,19 +276,23 @@ def main() -> None:
     parser.add_argument("--providers", default=",".join(PROVIDERS))
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--checks", type=Path, help="folder of earlier checks of the same library")
+    parser.add_argument("--warm", action="store_true", help="check, compile and run once; no times")
     parser.add_argument("--out", default=None, help="JSON file")
-    parser.add_argument("--resume", action="store_true", help="leave out the cases that --out holds already")
+    parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
     args = parser.parse_args()
     names = args.providers.split(",")
     unknown = set(names) - set(PROVIDERS)
     if unknown:
         sys.exit(f"--providers must be of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
-    facts = environment()
+    facts, cases = environment(), cases_of(args.cases)
     print(facts, flush=True)
+    if args.warm:
+        warm((case for case in cases if isinstance(case, Case)), names, facts["library"], args.checks)
+        return
     facts["matmul_tflops"] = round(matmul_tflops())
     print(f"matmul {facts['matmul_tflops']} TFLOP/s", flush=True)
     rows = earlier_rows(args.out, facts) if args.resume else []
-    measured = [row["case"] for row in rows]
 
     def save() -> None:  # after every case, so that a run cut short is not lost
         if args.out:
@@ -266,24 +300,24 @@ def main() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
 
-    checked: dict[tuple[str, int, str, int], str | None] = {}
-    for case in cases_of(args.cases):
-        if case.row() in measured:
-            continue
+    found: dict[tuple[str, int, str, int, int, bool], str | None] = {}
+    for case in cases:
+        measured = {row["provider"] for row in rows if row["case"] == case.row()}
+        left = [name for name in names if name not in measured]
         if isinstance(case, PlainCase):
-            rows += time_plain(case, args.repeats)
-        else:
+            rows += [] if measured else time_plain(case, args.repeats)
+        elif left:
             wrong: dict[str, str] = {}
-            for provider in names if not args.no_check else ():
-                key = (provider, case.head_dim, case.dtype, case.window_left)
-                if key not in checked:
-                    checked[key] = what_is_wrong(provider, case)
-                    if checked[key]:
-                        print(f"{provider} d={case.head_dim}: {checked[key]}", flush=True)
-                if checked[key] is not None:
-                    wrong[provider] = str(checked[key])
+            for name in left if not args.no_check else ():
+                key = (name, case.head_dim, case.dtype, case.num_heads_k, case.window_left, case.ragged)
+                if key not in found:
+                    found[key] = checked(name, case, facts["library"], args.checks)
+                    if found[key]:
+                        print(f"{name} d={case.head_dim}: {found[key]}", flush=True)
+                if found[key] is not None:
+                    wrong[name] = str(found[key])
             clean()
-            rows += time_case(case, names, args.repeats, wrong)
+            rows += time_case(case, left, args.repeats, wrong)
         save()
         clean()
 

@@ -147,11 +147,9 @@ def memory_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], st
 
 def draw(rows: Rows, path: Path) -> None:
     """Time over GPUs beside the ideal, and memory: measured, fitted, predicted."""
-    import matplotlib
+    from plotting import pyplot
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
     models = fit_memory(rows)
     for index, ((prompt_len, n), cell_rows) in enumerate(by_prompt(rows).items()):

@@ -16,6 +16,11 @@ class Timing:
     time_ms: float  # median
     p20_ms: float
     p80_ms: float
+    rounds: int
+
+
+SLOW_MS = 400.0  # calls above are run in SLOW_ROUNDS rounds at most
+SLOW_ROUNDS = 3
 
 
 def once(call: Call) -> float:
@@ -29,14 +34,18 @@ def once(call: Call) -> float:
 
 def interleaved(calls: dict[str, Call], repeats: int = 15, warmup: int = 2) -> dict[str, Timing]:
     """Each round runs every call once, so that clocks and temperature are the same for all."""
-    for call in calls.values():
-        for _ in range(warmup):
+    rounds: dict[str, int] = {}
+    for name, call in calls.items():
+        slow = once(call) > SLOW_MS
+        rounds[name] = min(repeats, SLOW_ROUNDS) if slow else repeats
+        for _ in range(0 if slow else warmup - 1):
             call()
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    for index in range(repeats):
         for name, call in calls.items():
-            times[name].append(once(call))
+            if index < rounds[name]:
+                times[name].append(once(call))
     return {name: summary(values) for name, values in times.items()}
 
 
@@ -46,7 +55,7 @@ def summary(values: list[float]) -> Timing:
     def at(share: float) -> float:
         return ordered[round(share * (len(ordered) - 1))]
 
-    return Timing(at(0.5), at(0.2), at(0.8))
+    return Timing(at(0.5), at(0.2), at(0.8), len(ordered))
 
 
 def as_graph(call: Call, stream: torch.cuda.Stream | None = None) -> Call:

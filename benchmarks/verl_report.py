@@ -75,11 +75,9 @@ many times as many that path executes. A policy update is loss, backward and opt
 
 def draw(rows: Rows, path: Path) -> None:
     """Speed-up beside the ratio of FLOPs."""
-    import matplotlib
+    from plotting import pyplot
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     own = [cell for cell in cells(rows) if speedup(cell, OWN) is not None]
     names = [f"{name_of(c['shared'])}\n{c['shared']['pass']}" for c in own]
     figure, axis = plt.subplots(figsize=(7.5, 0.9 + 0.42 * len(own)), layout="constrained")

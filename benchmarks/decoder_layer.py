@@ -1,0 +1,240 @@
+"""One decoder layer of Qwen3-8B's shape, forward and backward: the prompt once, or once for each response.
+
+    python benchmarks/decoder_layer.py --out benchmarks/results/nvidia_h200/decoder_layer.json [--resume]
+    python benchmarks/decoder_layer.py --out FILE --prompts 8192 --micro-batches 4 8 --providers ours
+
+bf16, random weights; RMSNorm, projections with RMSNorm of heads and RoPE, attention, SwiGLU. A micro-batch is
+one prompt and that many responses of U(131, 2048) tokens (fixed seed). FLOPs are those that a provider
+executes: 6 per weight and token, 3.5 x 4 H d per visible pair. Where memory runs out, no larger prompt or
+micro-batch is tried. Every provider's gradients are first compared with fp32 on a small micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from cases import uniform_lens  # noqa: E402
+from decoder_attention import ATTENTION, Attention, Batch  # noqa: E402
+from run import clean, environment, short  # noqa: E402
+from timing import summary  # noqa: E402
+
+PROMPTS = (8192, 16384, 32768, 4096, 65536, 2048, 1024, 131072, 262144)  # in the order they are measured
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+LONGEST = 2048
+TOLERANCE = 3e-2
+SLOW_MS, ENOUGH_MS = 800.0, 100.0  # a step above the first is timed once, without a warm-up
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int = 4096
+    intermediate: int = 12288
+    num_heads: int = 32
+    num_heads_k: int = 8
+    head_dim: int = 128
+
+    def flops(self, batch: Batch) -> float:
+        """Of forward and backward, as executed."""
+        heads = self.num_heads + self.num_heads_k
+        weights = self.hidden * (2 * self.head_dim * heads + 3 * self.intermediate)
+        return 6.0 * weights * batch.num_tokens + 3.5 * 4 * self.num_heads * self.head_dim * batch.num_pairs
+
+
+class Layer(torch.nn.Module):
+    """A pre-norm layer on packed rows (tokens, hidden)."""
+
+    def __init__(self, shape: Shape, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape = shape
+        own = dict(device=device, dtype=dtype)
+        rows, keys = shape.num_heads * shape.head_dim, shape.num_heads_k * shape.head_dim
+        sizes = dict(
+            q=(shape.hidden, rows), k=(shape.hidden, keys), v=(shape.hidden, keys), o=(rows, shape.hidden),
+            gate=(shape.hidden, shape.intermediate), up=(shape.hidden, shape.intermediate),
+            down=(shape.intermediate, shape.hidden),
+        )  # fmt: skip
+        self.linear = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(*size, bias=False, **own) for name, size in sizes.items()}
+        )
+        widths = dict(attention=shape.hidden, mlp=shape.hidden, q=shape.head_dim, k=shape.head_dim)
+        self.norm = torch.nn.ModuleDict(
+            {name: torch.nn.RMSNorm(width, eps=1e-6, **own) for name, width in widths.items()}
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
+        linear, norm = self.linear, self.norm
+        hidden = norm["attention"](x)
+        q, k, v = (linear[name](hidden).unflatten(-1, (-1, self.shape.head_dim)) for name in "qkv")
+        out = attend(rotate(norm["q"](q), cos, sin), rotate(norm["k"](k), cos, sin), v)
+        x = x + linear["o"](out.flatten(-2))
+        hidden = norm["mlp"](x)
+        return x + linear["down"](F.silu(linear["gate"](hidden)) * linear["up"](hidden))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of (tokens, heads, d)."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def angles(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    inverse = 1e6 ** (-torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
+    both = torch.outer(positions.float(), inverse).repeat(1, 2)[:, None]
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+class Step:
+    """Forward and backward of a layer on one micro-batch by one provider."""
+
+    def __init__(self, layer: Layer, batch: Batch, name: str, device: str, dtype: torch.dtype) -> None:
+        self.layer, self.batch = layer, batch
+        self.attend = ATTENTION[name](batch, layer.shape.head_dim**-0.5)
+        self.angles = angles(batch.positions.to(device), layer.shape.head_dim, dtype)
+        generator = torch.Generator(device).manual_seed(0)
+        size = (2, batch.packed_tokens, layer.shape.hidden)  # in bf16 whatever dtype runs: equal values
+        packed = torch.randn(size, device=device, dtype=torch.bfloat16, generator=generator).to(dtype)
+        rows = batch.rows.to(device)
+        self.x = packed[0, rows].requires_grad_()
+        self.dout = packed[1, rows] * batch.counts.to(device, dtype)[:, None]
+
+    def __call__(self) -> None:
+        self.layer(self.x, *self.angles, self.attend).backward(self.dout)
+
+    def reset(self) -> None:
+        self.layer.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+
+def gradients(layer: Layer, batch: Batch, name: str, device: str, dtype: torch.dtype) -> list[Tensor]:
+    step = Step(layer, batch, name, device, dtype)
+    step()
+    found = [p.grad.float() for p in layer.parameters() if p.grad is not None]
+    step.reset()
+    return found
+
+
+def what_is_wrong(name: str, device: str, dtype: torch.dtype) -> str | None:
+    """None where a small layer's gradients are near those of fp32 with an explicit mask."""
+    torch.manual_seed(0)
+    shape = Shape(256, 512)
+    layer, exact = Layer(shape, device, dtype), Layer(shape, device, torch.float32)
+    exact.load_state_dict(layer.state_dict())
+    lens = [200, 131, 170]
+    try:
+        batch = Batch.of(name, 300, lens, device)
+        got = gradients(layer, batch, name, device, dtype)
+        want = gradients(exact, Batch.of("reference", 300, lens, device), "reference", device, torch.float32)
+    except Exception as error:  # a provider that does not run here is a result
+        return short(error)
+    worst = max(float((x - y).norm() / y.norm()) for x, y in zip(got, want, strict=True))
+    return None if worst < TOLERANCE else f"a gradient is wrong: relative rms error {worst:.1e}"
+
+
+def measure(step: Step) -> dict[str, Any]:
+    """Milliseconds and peak memory; the more rounds the shorter they are."""
+    times: list[float] = []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+        step.reset()
+        if times[-1] > SLOW_MS or sum(times[1:]) > ENOUGH_MS:
+            break
+    timing = summary(times[1:] or times)  # the first warms up; a slow one stands
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return dict(
+        time_ms=timing.time_ms,
+        p20_ms=timing.p20_ms,
+        p80_ms=timing.p80_ms,
+        rounds=timing.rounds,
+        peak_gib=peak,
+    )
+
+
+def cells(prompts: list[int], micro_batches: list[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """Larger micro-batches hold the smaller ones' responses."""
+    lens = uniform_lens(max(micro_batches), LONGEST)
+    for prompt in prompts:
+        for count in micro_batches:
+            yield prompt, count, lens[:count]
+
+
+def still_holds(row: dict[str, Any], facts: dict[str, Any]) -> bool:
+    """Peers' rows stand while GPU, driver and torch do; ours for this library and commit only."""
+    same = ("gpu", "driver", "torch", *(("library", "commit") if row["provider"] == "ours" else ()))
+    return all(row[key] == facts[key] for key in same)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--prompts", type=int, nargs="+", default=list(PROMPTS))
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=list(MICRO_BATCHES))
+    known = [name for name in ATTENTION if name != "reference"]
+    parser.add_argument("--providers", nargs="+", choices=known, default=known)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no new measurement after this time")
+    parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
+    args = parser.parse_args()
+    begin, facts, shape = time.monotonic(), environment(), Shape()
+    rows: list[dict[str, Any]] = []
+    if args.resume and args.out.exists():
+        rows = [row for row in json.loads(args.out.read_text()) if still_holds(row, facts)]
+    wrong = {name: what_is_wrong(name, "cuda", torch.bfloat16) for name in args.providers}
+    print(facts, {name: text or "right" for name, text in wrong.items()}, flush=True)
+    layer = Layer(shape, "cuda", torch.bfloat16)
+    for prompt, count, lens in cells(args.prompts, args.micro_batches):
+        for name in args.providers:
+            case = {"P": prompt, "mb": count, "tokens": sum(lens)}
+            done = any(r["case"] == case and r["provider"] == name for r in rows)
+            if done or time.monotonic() - begin > args.seconds:
+                continue
+            row: dict[str, Any] = {"case": case, "provider": name}
+            smaller = [
+                r for r in rows if r["provider"] == name and r.get("out_of_memory")
+                and r["case"]["P"] <= prompt and r["case"]["mb"] <= count
+            ]  # fmt: skip
+            try:
+                batch = Batch.of(name, prompt, lens, "cuda")
+                row |= dict(rows=batch.num_tokens, flops=shape.flops(batch))
+                if wrong[name]:
+                    row["error"] = wrong[name]
+                elif smaller:
+                    row |= dict(error="out of memory with fewer rows", out_of_memory=True)
+                else:
+                    row |= measure(Step(layer, batch, name, "cuda", torch.bfloat16))
+                    row["tflops"] = row["flops"] / row["time_ms"] / 1e9
+            except torch.OutOfMemoryError as error:
+                row |= dict(error=short(error), out_of_memory=True)
+            except Exception as error:
+                row["error"] = short(error)
+            layer.zero_grad(set_to_none=True)
+            clean()
+            rows.append(facts | row)
+            print({k: v for k, v in row.items() if k not in ("p20_ms", "p80_ms", "flops")}, flush=True)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

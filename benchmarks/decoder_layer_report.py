@@ -1,0 +1,207 @@
+"""Tables and plot of what decoder_layer.py wrote; report.py puts them into benchmarks/README.md.
+
+Memory law: peak GiB = base + slope x rows in the layer, by least squares over a provider's cells. rho, the
+token ratio: replicated over packed rows, of the lengths drawn and as N (P + R) / (P + N R) predicts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from plotting import pyplot
+
+Rows = list[dict[str, Any]]
+Table = Callable[[list[tuple[str, ...]]], str]
+Cells = dict[tuple[int, int], dict[str, dict[str, Any]]]
+OURS, BASE = "ours", "fa2-replicated"
+MEAN_LENGTH = (131 + 2048) / 2
+
+
+def cells_of(rows: Rows) -> Cells:
+    """(prompt length, micro-batch) -> provider -> row."""
+    found: Cells = {}
+    for row in rows:
+        found.setdefault((row["case"]["P"], row["case"]["mb"]), {})[row["provider"]] = row
+    return dict(sorted(found.items()))
+
+
+def short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def milliseconds(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    if row.get("time_ms") is None:
+        return "OOM" if row.get("out_of_memory") else "-"
+    return f"{row['time_ms']:.3g}" if row["time_ms"] < 100 else f"{row['time_ms']:.0f}"
+
+
+def fastest_peer(cell: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    timed = [row for name, row in cell.items() if name != OURS and row.get("time_ms")]
+    return min(timed, key=lambda row: row["time_ms"], default=None)
+
+
+def grid(cells: Cells, value: Callable[[dict[str, dict[str, Any]]], str]) -> list[tuple[str, ...]]:
+    """Prompt lengths down, micro-batches across."""
+    prompts, counts = (sorted({key[axis] for key in cells}) for axis in (0, 1))
+    lines: list[tuple[str, ...]] = [
+        ("P", *("1 response" if count == 1 else f"{count} responses" for count in counts))
+    ]
+    for prompt in prompts:
+        found = [cells.get((prompt, count), {}) for count in counts]
+        lines.append((short(prompt), *(value(cell) for cell in found)))
+    return lines
+
+
+def versus_peer(cell: dict[str, dict[str, Any]]) -> str:
+    """Our time, and how many times as long the fastest peer takes (bold where it wins)."""
+    own, peer = cell.get(OURS), fastest_peer(cell)
+    if own is None or not own.get("time_ms") or peer is None:
+        return milliseconds(own)
+    ratio = peer["time_ms"] / own["time_ms"]
+    text = f"{ratio:.2f}x {peer['provider']}"
+    return f"{milliseconds(own)}; {text if ratio >= 1 else f'**{text}**'}"
+
+
+def versus_replicated(cell: dict[str, dict[str, Any]]) -> str:
+    """Times as fast as FA2 on replicated rows, and the ratio of executed FLOPs."""
+    own, base = cell.get(OURS, {}), cell.get(BASE, {})
+    if not own.get("flops") or not base.get("flops"):
+        return "-"
+    ratio = base["flops"] / own["flops"]
+    if not own.get("time_ms") or not base.get("time_ms"):
+        return f"OOM ({ratio:.2f})" if base.get("out_of_memory") and own.get("time_ms") else "-"
+    return f"{base['time_ms'] / own['time_ms']:.2f}x ({ratio:.2f})"
+
+
+def frontier(cells: Cells) -> list[tuple[str, ...]]:
+    """Largest micro-batch that each provider ran, a line a provider."""
+    prompts = sorted({prompt for prompt, _ in cells})
+    providers = list(dict.fromkeys(name for cell in cells.values() for name in cell))
+    lines: list[tuple[str, ...]] = [("largest micro-batch at P", *map(short, prompts))]
+    for name in providers:
+        line = []
+        for prompt in prompts:
+            own = {count: cell[name] for (p, count), cell in cells.items() if p == prompt and name in cell}
+            ran = [count for count, row in own.items() if row.get("time_ms")]
+            full = any(row.get("out_of_memory") for row in own.values())
+            line.append(("0" if full else "-") if not ran else f"{max(ran)}" if full else f"≥ {max(ran)}")
+        lines.append((name, *line))
+    return lines
+
+
+def memory_law(rows: Rows, provider: str) -> tuple[float, float, float] | None:
+    """GiB at no rows, KiB a row, largest relative deviation."""
+    points = [
+        (row["rows"], row["peak_gib"]) for row in rows if row["provider"] == provider and row.get("peak_gib")
+    ]
+    if len({x for x, _ in points}) < 3:
+        return None
+    slope, base = statistics.linear_regression(*zip(*points, strict=True))
+    worst = max(abs(base + slope * x - y) / y for x, y in points)
+    return base, slope * 2**20, worst
+
+
+def memory_text(rows: Rows, cells: Cells, table: Table) -> str:
+    """Peak memory against the prompt at one micro-batch, the law, and the ratio of tokens."""
+    providers = [n for n in dict.fromkeys(r["provider"] for r in rows) if memory_law(rows, n)]
+    count = 8 if any(key[1] == 8 for key in cells) else max(key[1] for key in cells)
+    prompts = [prompt for prompt, n in cells if n == count]
+    lines: list[tuple[str, ...]] = [(f"peak GiB, {count} responses, P", *map(short, prompts), "law")]
+    for name in providers:
+        values = [cells[prompt, count].get(name, {}) for prompt in prompts]
+        law = memory_law(rows, name)
+        assert law is not None
+        known = [f"{v['peak_gib']:.1f}" if v.get("peak_gib") else milliseconds(v) for v in values]
+        lines.append((name, *known, f"{law[0]:.1f} GiB + {law[1]:.0f} KiB a row (within {law[2]:.0%})"))
+    measured, predicted = [], []
+    for prompt in prompts:
+        case = cells[prompt, count][next(iter(cells[prompt, count]))]["case"]
+        packed = prompt + case["tokens"]
+        measured.append(f"{(count * prompt + case['tokens']) / packed:.2f}")
+        expected = count * (prompt + MEAN_LENGTH) / (prompt + count * MEAN_LENGTH)
+        predicted.append(f"{expected:.2f}")
+    lines.append(("rho, tokens replicated / packed", *measured, "of the lengths drawn"))
+    lines.append(("rho, predicted", *predicted, "N (P + R) / (P + N R), R = 1,090"))
+    return table(lines)
+
+
+def text(rows: Rows, table: Table) -> str:
+    """Time, against whom, out of memory, memory."""
+    cells, first = cells_of(rows), rows[0]
+    errors = {
+        row["provider"]: row["error"] for row in rows if row.get("error") and not row.get("out_of_memory")
+    }
+    missing = "".join(f"\n{name} did not run: {error}." for name, error in errors.items())
+    return f"""\
+{first["gpu"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}, commit {first["commit"][:12]}.
+One decoder layer of Qwen3-8B's shape, forward and backward, bf16, one prompt of P tokens and responses of
+U(131, 2048). Milliseconds of ours; then how many times as long the fastest other way takes, and which it is.
+Bold: it is faster than ours.{missing}
+
+{table(grid(cells, versus_peer))}
+
+How many times as fast as FlashAttention-2 on replicated rows without padding (in brackets how many times as
+many FLOPs that executes); OOM: it ran out of memory.
+
+{table(grid(cells, versus_replicated))}
+
+{table(frontier(cells))}
+
+{memory_text(rows, cells, table)}"""
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Left: speed over FA2 on replicated rows, cell by cell; right: memory over the prompt."""
+    plt = pyplot()
+    cells = cells_of(rows)
+    prompts, counts = (sorted({key[axis] for key in cells}) for axis in (0, 1))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    values = []
+    for prompt in prompts:
+        line = []
+        for count in counts:
+            cell = cells.get((prompt, count), {})
+            times = [cell.get(name, {}).get("time_ms") for name in (BASE, OURS)]
+            line.append(times[0] / times[1] if all(times) else float("nan"))
+        values.append(line)
+    left.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0)
+    top = max((v for line in values for v in line if v == v), default=1.0)
+    for y, prompt in enumerate(prompts):
+        for x, count in enumerate(counts):
+            value, cell = values[y][x], cells.get((prompt, count), {})
+            lost = cell.get(BASE, {}).get("out_of_memory") and cell.get(OURS, {}).get("time_ms")
+            word = f"{value:.1f}" if value == value else "FA2 OOM" if lost else "OOM" if cell else ""
+            left.text(
+                x,
+                y,
+                word,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if value > top / 2 else "black",
+            )
+    left.set_xticks(range(len(counts)), list(map(str, counts)))
+    left.set_yticks(range(len(prompts)), list(map(short, prompts)))
+    left.set(
+        xlabel="responses", ylabel="prompt tokens", title="times as fast as FlashAttention-2, replicated"
+    )
+    count = 8 if 8 in counts else counts[-1]
+    for name in dict.fromkeys(row["provider"] for row in rows):
+        points = [
+            (p, cell[name]["peak_gib"])
+            for (p, n), cell in cells.items()
+            if n == count and cell.get(name, {}).get("peak_gib")
+        ]
+        if points:
+            right.loglog(*zip(*points, strict=True), "o-", markersize=3, label=name, base=2)
+    right.set(xlabel="prompt tokens", ylabel="peak GiB", title=f"{count} responses")
+    right.legend(fontsize=7, frameon=False)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
