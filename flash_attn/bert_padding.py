@@ -25,8 +25,11 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """The inverse: values (n, ...) at rows `indices`, distinct, of a zero tensor (first_axis_dim, ...)."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    """The inverse: values (n, ...) at rows `indices`, distinct, of a zero tensor (first_axis_dim, ...).
+
+    `indices` may be int32: transformers passes cu_seqlens when it decodes a padded batch.
+    """
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

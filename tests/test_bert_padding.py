@@ -32,6 +32,17 @@ def test_unpad_and_pad() -> None:
     torch.testing.assert_close(x.grad, mask[..., None].expand(3, 4, 2).float())
 
 
+def test_int32_indices() -> None:
+    """transformers' decoding step of a padded batch unpads with cu_seqlens[:-1]."""
+    x = torch.randn(3, 2, requires_grad=True)
+    indices = torch.tensor([2, 0, 1], dtype=torch.int32)
+    torch.testing.assert_close(index_first_axis(x, indices), x[[2, 0, 1]])
+    back = pad_input(x, indices, 3, 1)
+    torch.testing.assert_close(back, x[[1, 2, 0]][:, None])
+    back[0].sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+
+
 def test_unpad_with_bool_and_unused_masks() -> None:
     x = torch.arange(8.0).view(2, 4)
     mask = torch.tensor([[True, False, False, False], [True, True, False, False]])
