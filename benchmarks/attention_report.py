@@ -1,4 +1,4 @@
-"""Texts and plots of error_growth.py, break_even.py and the GPU tests; report.py puts them into documents."""
+"""Texts and plots of error_growth.py, break_even.py, cpu_attention.py; report.py puts them into documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 
 
-def _machine(first: dict[str, Any]) -> str:
+def machine_of(first: dict[str, Any]) -> str:
+    """Where a row was measured."""
     software = f"CUDA {first['cuda']}, torch {first['torch']}"
     return f"{first['gpu']}, {software}, {first['date']}, commit {first['commit'][:12]}"
 
@@ -28,7 +29,7 @@ def error_growth(rows: Rows, markdown_table: Table) -> str:
     sizes = f"P={case['P']}, R={case['R']}, d={case['d']}, {case['dtype']}"
     parts = [
         f"""\
-{_machine(rows[0])}; {sizes}; relative rms error of
+{machine_of(rows[0])}; {sizes}; relative rms error of
 the prompt's dK / dV against fp64, in 1e-3. Ours sums in fp32 over all responses and query heads."""
     ]
     for axis, title in (("N", "responses"), ("ratio", "query heads of a key head (N=8)")):
@@ -82,7 +83,7 @@ def break_even(rows: Rows, markdown_table: Table) -> str:
     sizes = f"R={case['R']}, H={case['H']}, Hk={case['Hk']}, d={case['d']}, {case['dtype']}"
     return f"""\
 Forward and backward of attention, replicated time / shared time on the same kernels ({rows[0]["provider"]});
-{_machine(rows[0])}; {sizes}.
+{machine_of(rows[0])}; {sizes}.
 Below 1 sharing does not pay.
 
 {markdown_table(lines)}"""
@@ -110,20 +111,26 @@ def draw_break_even(rows: Rows, path: Path) -> None:
     plt.close(figure)
 
 
-def gpu_tests(report: dict[str, Any], markdown_table: Table) -> str:
-    """`make test-gpu`: outcomes by file."""
-    outcomes = ("passed", "failed", "skipped", "died", "not run")
-    lines: list[tuple[str, ...]] = [("", *outcomes)]
-    for name, counts in [*report["files"].items(), ("all", report["total"])]:
-        failed = counts.get("failed", 0) + counts.get("error", 0)
-        numbers = {**counts, "failed": failed}
-        lines.append((f"`{name}`" if name != "all" else name, *(str(numbers.get(o, 0)) for o in outcomes)))
-    failures = "".join(f"\n- `{name}`" for name in report["failures"])
-    what = report["kernels"] if report.get("kernels") else f"backend {report.get('backend', 'unknown')}"
-    seconds = f"; {report['seconds']:.0f} s" if "seconds" in report else ""
-    note = f" {report['note']}" if report.get("note") else ""
+def cpu_attention(report: dict[str, Any], markdown_table: Table) -> str:
+    """`benchmarks/cpu_attention.py`: time beside SDPA; with a prompt, beside SDPA on replicated rows."""
+    machine = report["machine"]
+    head = ("", "dtype", "heads", "forward ms", "backward ms", "SDPA forward", "SDPA backward", "SDPA / ours")
+    lines: list[tuple[str, ...]] = [head]
+    for row in report["rows"]:
+        if "fwd_ms" in row:
+            names = ("fwd_ms", "bwd_ms", "sdpa_fwd_ms", "sdpa_bwd_ms")
+            heads = f"{row['num_heads']}/{row['num_heads_k']} x {row['head_dim']}"
+            times = (f"{row[name]:.0f}" for name in names)
+            lines.append((row["name"], row["dtype"], heads, *times, f"{row['speedup']:.2f}"))
+    memory = next((row for row in report["rows"] if "extra_gib" in row), None)
+    grown = "" if memory is None else (
+        f"\n\nA step at {memory['name'].removeprefix('memory: ')} raises the process's peak by "
+        f"{memory['extra_gib']:.2f} GiB; its tensors and\ngradients are {memory['tensors_gib']:.2f}."
+    )  # fmt: skip
     return f"""\
-{report["gpu"]}, CUDA {report["cuda"]}, torch {report["torch"]}, Python {report["python"]}, commit
-{report["commit"][:12]}; {what}{seconds}.{note}
+{machine["num_threads"]} threads of {machine["cpu"]}, torch {machine["torch"]}, {machine["date"]}, commit
+{machine["commit"][:12]}. `F.scaled_dot_product_attention` (is_causal) gets the same rows; where there is a
+prompt, each response with its copy of it; with a window or softcap, for which it has no option, it computes
+plain causal attention. Below 1 it is faster than ours.
 
-{markdown_table(lines)}{chr(10) + chr(10) + "Not passed:" + chr(10) + failures if failures else ""}"""
+{markdown_table(lines)}{grown}"""

@@ -19,7 +19,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from attention_report import draw_break_even  # noqa: E402
 from cases import Case  # noqa: E402
 from providers import PROVIDERS, Pair, Problem, ours_replicated  # noqa: E402
 from run import clean, environment, short  # noqa: E402
@@ -46,7 +45,7 @@ def cell(case: Case, provider: str, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Where sharing the prompt pays.")
-    parser.add_argument("--out", required=True, help="JSON file; the plot stands beside it as .png")
+    parser.add_argument("--out", required=True, help="JSON file; make report draws it")
     parser.add_argument("--provider", default="ours-sm90a")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
@@ -65,7 +64,6 @@ def main() -> None:
             print({k: row[k] for k in row if k != "case"}, count, ratio, flush=True)
             clean()
         path.write_text(json.dumps(rows, indent=1) + "\n")
-    draw_break_even(rows, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from attention_report import draw_error_growth  # noqa: E402
 from cases import Case  # noqa: E402
 from providers import PROVIDERS, Problem  # noqa: E402
 from run import environment, packed, short  # noqa: E402
@@ -78,7 +77,7 @@ def rows_of(case: Case, axis: str, names: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Error of the prompt's gradients against fp64.")
-    parser.add_argument("--out", required=True, help="JSON file; the plot stands beside it as .png")
+    parser.add_argument("--out", required=True, help="JSON file; make report draws it")
     args = parser.parse_args()
     facts, path = environment(), Path(args.out)
     rows: list[dict[str, Any]] = []
@@ -89,7 +88,6 @@ def main() -> None:
         rows += [facts | row for row in rows_of(case, axis, names_of(axis, point))]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
-    draw_error_growth(rows, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

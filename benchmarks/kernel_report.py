@@ -19,7 +19,8 @@ def case_name(row: dict[str, Any]) -> str:
     groups += f", window {c['window_left'] + 1}" if "window_left" in c else ""
     groups += f", Hk={c['Hk']}" if c["Hk"] != 8 else ""
     groups += ", fp16" if c["dtype"] == "fp16" else ""
-    return f"N={c['N']}, P={c['P']}, R={c['R']}, d={c['d']}{groups}{graph}"
+    lengths = f"R~U(131, {c['R']})" if c.get("ragged") else f"R={c['R']}"
+    return f"N={c['N']}, P={c['P']}, {lengths}, d={c['d']}{groups}{graph}"
 
 
 def merged(rows: Rows) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
@@ -37,25 +38,33 @@ def cells(row: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def table(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
-    head = ("", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "peak GiB", "scratch GiB")
+    """A table a case, the fastest step first."""
+    head = ("", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "both ms", "peak GiB", "scratch GiB")
     parts = []
     for case, providers in merged(rows).items():
         lines: list[tuple[str, ...]] = [(case, *head[1:])]
-        total = {
-            name: sum(p[d]["time_ms"] for d in ("fwd", "bwd"))
-            for name, p in providers.items()
-            if all(p.get(d, {}).get("time_ms") for d in ("fwd", "bwd"))
-        }
+        total = {name: step for name, passes in providers.items() if (step := _step(passes)) is not None}
         for name in sorted(total, key=lambda n: total[n]):
             passes = providers[name]
             memory = [passes["bwd"].get(key) for key in ("peak_gib", "extra_gib")]
             sizes = ("-" if gib is None else f"{gib:.1f}" for gib in memory)
-            lines.append((name, *cells(passes["fwd"]), *cells(passes["bwd"]), *sizes))
+            both = cells({"time_ms": total[name], "tflops": 0})[0]
+            lines.append((name, *cells(passes["fwd"]), *cells(passes["bwd"]), both, *sizes))
         for name, passes in providers.items():
-            if name not in total:
-                lines.append((name, *cells(passes.get("fwd")), *cells(passes.get("bwd")), "-", "-"))
-        parts.append(markdown_table(lines))
-    return "\n\n".join(parts)
+            if name not in total and any(row.get("time_ms") for row in passes.values()):
+                lines.append((name, *cells(passes.get("fwd")), *cells(passes.get("bwd")), "-", "-", "-"))
+        parts.append(markdown_table(lines) if len(lines) > 1 else "")
+    return "\n\n".join(part for part in parts if part)
+
+
+def not_run(rows: Rows) -> str:
+    """Who did not run what, and why."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        if row.get("error"):
+            found.setdefault((row["provider"], row["error"]), set()).add(case_name(row))
+    lines = [f"- {name} ({'; '.join(sorted(cases))}): {error}" for (name, error), cases in found.items()]
+    return "\n\nNot run:\n\n" + "\n".join(lines) if lines else ""
 
 
 def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
@@ -70,7 +79,7 @@ forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. Memory is the 
 allocated, inputs included, and what was neither there before nor returned. A dense bf16 matrix product of
 8192³ ran at {first["matmul_tflops"]} TFLOP/s in the same run.
 
-{table(rows, markdown_table)}"""
+{table(rows, markdown_table)}{not_run(rows)}"""
 
 
 FA4 = ("fa4-two-call", "fa4-gather", "fa4-block-sparse")
@@ -99,8 +108,19 @@ def _step(passes: dict[str, dict[str, Any]]) -> float | None:
     return None if None in times else sum(times)
 
 
+def _ratio(peer: float | None, own: float | None) -> str:
+    """Times as fast as the peer; bold where the peer wins."""
+    if peer is None or own is None:
+        return "-"
+    return f"{peer / own:.2f}x" if peer >= own else f"**{peer / own:.2f}x**"
+
+
+def _time(passes: dict[str, dict[str, Any]], direction: str) -> float | None:
+    return passes.get(direction, {}).get("time_ms")
+
+
 def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
-    """A line a problem: TFLOP/s of ours and the peers', and how much faster our step is than any peer's."""
+    """A line a problem: TFLOP/s of ours and the peers', and times as fast as the fastest of them."""
     columns = {
         "ours, sm_90a": ("ours-sm90a",),
         "ours, sm_80": ("ours-sm80",),
@@ -110,16 +130,16 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
     }
     measured = {row["provider"] for row in rows if row.get("time_ms")}
     columns = {head: names for head, names in columns.items() if measured.intersection(names)}
-    lines: list[tuple[str, ...]] = [("forward / backward, TFLOP/s", *columns, "step")]
+    lines: list[tuple[str, ...]] = [("forward / backward, TFLOP/s", *columns, "forward", "backward", "step")]
     found = merged([row for row in rows if "N" in row["case"]])
     for case, providers in found.items():
         if f"{case}, graph" in found:  # launches dominate without
             continue
-        ours = providers.get("ours-sm90a", {})
+        ours, best = providers.get("ours-sm90a", {}), _best(providers, PEERS)
         steps = [step for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
-        own = _step(ours)
-        ratio = f"{min(steps) / own:.2f}x" if steps and own else "-"
-        lines.append((case, *(_tflops(_best(providers, names)) for names in columns.values()), ratio))
+        ratios = [_ratio(_time(best, direction), _time(ours, direction)) for direction in ("fwd", "bwd")]
+        ratios.append(_ratio(min(steps, default=None), _step(ours)))
+        lines.append((case, *(_tflops(_best(providers, names)) for names in columns.values()), *ratios))
     first = rows[0]
     c = next(row["case"] for row in rows if "N" in row["case"])
     machine = f"{first['gpu']}, CUDA {first['cuda']}, torch {first['torch']}, {first['date']}"
@@ -134,7 +154,8 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
 {machine};
 {sizes}; all providers interleaved in one process. "two-call": what a careful user builds from existing
 kernels (prompt, responses on the prompt, responses on themselves, merged).
-{fa4}"step": time of the fastest peer's forward and backward over ours. `benchmarks/README.md` has every row.
+{fa4}"forward", "backward": time of the fastest of all peers in that pass over ours; "step": of the peer whose
+forward and backward together are fastest. Bold: a peer wins. `benchmarks/README.md` has every row.
 
 {markdown_table(lines)}"""
 
@@ -158,7 +179,7 @@ def layers_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], st
     first = rows[0]
     ratios = window_ratios(rows)
     windows = "" if not ratios else (
-        "\nTime of the windowed layer over that of its own pairs at the rate without a window: "
+        "\nTime of the windowed layer over that of its own pairs at the rate without a window:\n"
         + ", ".join(ratios) + "."
     )  # fmt: skip
     where = f"{first['gpu']}, CUDA {first['cuda']}, torch {first['torch']}, {first['date']}"
@@ -170,22 +191,35 @@ Attention of Gemma-4-31B's layers ({where};
 {table(rows, markdown_table)}"""
 
 
+DRAWN = ("ours-sm90a", "ours-sm80", "ours-deterministic", "fa2-two-call", "cudnn-two-call", "flex", *FA4)
+
+
 def draw(rows: Rows, path: Path) -> None:
-    """Forward and backward TFLOP/s of every provider, one group of bars a case."""
+    """Forward and backward TFLOP/s, a group of bars a case: shapes at one head dim, other head dims."""
     plt = pyplot()
-    cases = {k: v for k, v in merged(rows).items() if k.startswith("N=") and not k.endswith("graph")}
-    names = list(dict.fromkeys(name for providers in cases.values() for name in providers))
-    figure, axes = plt.subplots(2, 1, figsize=(1.5 + 2.2 * len(cases), 6), sharex=True)
+    eager = [row for row in rows if "N" in row["case"] and not row.get("graph")]
+    base = eager[0]["case"]["d"] if eager else None
+    names = [n for n in DRAWN if any(r["provider"] == n and r.get("tflops") for r in eager)]
+    names += sorted({row["provider"] for row in eager} - set(DRAWN)) if not names else []
+    parts = [merged([row for row in eager if (row["case"]["d"] == base) == same]) for same in (True, False)]
+    parts = [part for part in parts if part]
+    widths = [len(part) for part in parts]
+    figure, axes = plt.subplots(
+        2, len(parts), figsize=(2.5 + 1.5 * sum(widths), 6), sharex="col", sharey="row", squeeze=False,
+        layout="constrained", gridspec_kw={"width_ratios": widths},
+    )  # fmt: skip
     width = 0.8 / max(len(names), 1)
-    for axis, direction, title in zip(axes, ("fwd", "bwd"), ("forward", "backward"), strict=True):
-        for index, name in enumerate(names):
-            heights = [p.get(name, {}).get(direction, {}).get("tflops") or 0 for p in cases.values()]
-            places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(cases))]
-            axis.bar(places, heights, width, label=name)
-        axis.set_ylabel(f"{title} TFLOP/s")
-        axis.set_xticks(range(len(cases)), list(cases), fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(fontsize=7, ncols=4, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    figure.tight_layout()
+    for line, (direction, title) in zip(axes, (("fwd", "forward"), ("bwd", "backward")), strict=True):
+        line[0].set_ylabel(f"{title} TFLOP/s")
+        for axis, cases in zip(line, parts, strict=True):
+            for index, name in enumerate(names):
+                heights = [p.get(name, {}).get(direction, {}).get("tflops") or 0 for p in cases.values()]
+                places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(cases))]
+                axis.bar(places, heights, width, label=name)
+            labels = [case.replace(", ", "\n") for case in cases]
+            axis.set_xticks(range(len(cases)), labels, fontsize=7)
+            axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=7, ncols=5, frameon=False, loc="outside upper center")
     figure.savefig(path, dpi=130)
     plt.close(figure)

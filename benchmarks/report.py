@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,8 +23,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+os.environ["SOURCE_DATE_EPOCH"] = "0"  # no date in SVG files: equal plots are equal files
 
 import attention_report  # noqa: E402
+import checks_report  # noqa: E402
+import decoder_layer_report  # noqa: E402
 import gemma4_stack as gemma4  # noqa: E402
 import kernel_report  # noqa: E402
 import sequence_parallel_report as sp_report  # noqa: E402
@@ -101,9 +105,34 @@ def break_even(rows: list[dict[str, Any]]) -> str:
     return attention_report.break_even(rows, markdown_table)
 
 
+def decoder_layer(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/decoder_layer.py`: a layer of Qwen3-8B's shape, and its memory."""
+    return decoder_layer_report.text(rows, markdown_table)
+
+
+def model_update(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/verl_updates.py`: utilisation of the GPU in a whole model's update."""
+    return decoder_layer_report.model_update(rows, markdown_table)
+
+
+def cpu_attention(report: dict[str, Any]) -> str:
+    """`benchmarks/cpu_attention.py`: the CPU implementation beside SDPA."""
+    return attention_report.cpu_attention(report, markdown_table)
+
+
 def gpu_tests(report: dict[str, Any]) -> str:
     """`make test-gpu`."""
-    return attention_report.gpu_tests(report, markdown_table)
+    return checks_report.gpu_tests(report, markdown_table)
+
+
+def sanitizer(rows: list[dict[str, Any]]) -> str:
+    """`tests/gpu/run_sanitizer.py`."""
+    return checks_report.sanitizer(rows, markdown_table)
+
+
+def build_time(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/build_time.py`: the library's build."""
+    return checks_report.build_time(rows, markdown_table)
 
 
 def trl_training(data: dict[str, Any]) -> str:
@@ -145,7 +174,12 @@ BLOCKS = {
         Block("kernel_tables", "*/kernels*.json", kernel_tables, kernel_report.draw, OWN),
         Block("error_growth", "*/error_growth.json", error_growth, attention_report.draw_error_growth, OWN),
         Block("break_even", "*/break_even.json", break_even, attention_report.draw_break_even, OWN),
+        Block("decoder_layer", "*/decoder_layer.json", decoder_layer, decoder_layer_report.draw, OWN),
+        Block("model_update", "*/verl_updates.json", model_update, None, OWN),
+        Block("cpu_attention", "cpu/attention.json", cpu_attention, None, OWN),
         Block("gpu_tests", "*/tests*.json", gpu_tests, None, OWN),
+        Block("sanitizer", "*/sanitizer.json", sanitizer, None, OWN),
+        Block("build_time", "cpu/build.json", build_time, None, OWN),
         Block("gemma4_layers", "*/gemma4_layers.json", gemma4_layers, kernel_report.draw),
         Block("gemma4_stack", "*/gemma4_stack.json", gemma4_stack, gemma4.draw),
         Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
@@ -200,6 +234,19 @@ def filled(text: str, block: Block) -> str:
     return f"{before}{begin}\n{content(block)}\n{end}{rest.split(end)[1]}"
 
 
+def draw_both(block: Block, source: Path) -> None:
+    """The plot as PNG, which documents show, and as SVG."""
+    assert block.draw is not None
+    for suffix in (".png", ".svg"):
+        block.draw(json.loads(source.read_text()), source.with_suffix(suffix))
+
+
+def support_states(text: str) -> str:
+    """The README's rows on tests/gpu as the committed runs of `make test-gpu` have them."""
+    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/tests.json"))]
+    return checks_report.support_states(text, runs)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Rewrites (or checks) every block whose JSON is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -211,11 +258,12 @@ def main(arguments: list[str] | None = None) -> int:
     for document in dict.fromkeys(block.document for block in BLOCKS.values()):
         old = new = (ROOT / document).read_text()
         for block in BLOCKS.values():
-            if block.document != document:
-                continue
-            new = filled(new, block)
-            for source in block.sources() if block.draw and not check else []:
-                block.draw(json.loads(source.read_text()), source.with_suffix(".png"))
+            if block.document == document:
+                new = filled(new, block)
+                drawn = block.sources() if block.draw and not check else []
+                for source in drawn:
+                    draw_both(block, source)
+        new = support_states(new)
         if new != old:
             stale.append(document)
         if not check:

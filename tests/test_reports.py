@@ -1,0 +1,149 @@
+"""What make report writes from measurements: who wins, what passed, what ran out of memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import build_time
+import checks_report
+import decoder_layer_report
+import kernel_report
+from report import markdown_table
+
+FACTS = dict(gpu="a GPU", driver="1", cuda="13.0", torch="2.13.0", date="2026-01-01", commit="0" * 40)
+ROWS = """\
+| feature | state | test |
+| :-- | :-- | :-- |
+| other | works | `tests/test_windows.py::test_x` |
+| Gemma-4 | {} | `tests/gpu/test_gpu_models.py::test_x` |
+| CUDA kernels, sm_80 and sm_90a | {} | `tests/gpu/test_gpu_equivalence.py::test_x` |
+"""
+
+
+def run_of(**files: dict[str, int]) -> dict:
+    return {"files": {f"tests/gpu/test_gpu_{name}.py": counts for name, counts in files.items()}}
+
+
+@pytest.mark.parametrize(
+    "models, others, states",
+    [
+        ({"passed": 8}, {"passed": 30, "skipped": 2}, ("works", "works")),
+        ({"passed": 8}, {"passed": 29, "not run": 1}, ("works", checks_report.UNFINISHED)),
+        ({"passed": 7, "failed": 1}, {"passed": 30}, ("not yet", checks_report.UNFINISHED)),
+        ({"skipped": 8}, {"passed": 30}, ("not yet", "works")),
+    ],
+)
+def test_rows_on_the_gpu_suite_follow_its_run(models, others, states):
+    text = ROWS.format("works", "not yet")
+    assert checks_report.support_states(text, [run_of(models=models, equivalence=others)]) == ROWS.format(
+        *states
+    )
+    assert checks_report.support_states(text, []) == ROWS.format("not yet", checks_report.UNFINISHED)
+
+
+def kernel_rows(case: dict, **times: tuple[float, float]) -> list[dict]:
+    facts = FACTS | {"matmul_tflops": 700, "case": case, "peak_gib": 1.0, "extra_gib": 0.1}
+    return [
+        facts | {"provider": name.replace("_", "-"), "pass": direction, "time_ms": ms, "tflops": 100 / ms}
+        for name, pair in times.items()
+        for direction, ms in zip(("fwd", "bwd"), pair, strict=True)
+    ]
+
+
+CASE = {"N": 8, "P": 1024, "R": 256, "H": 32, "Hk": 8, "d": 128, "dtype": "bf16", "groups": 1}
+
+
+def test_a_peer_that_wins_is_shown():
+    """Pass by pass against the fastest peer of that pass; the step against one peer's own two passes."""
+    rows = kernel_rows(
+        CASE, ours_sm90a=(1.0, 4.0), fa4_two_call=(3.0, 3.6), fa4_gather=(1.5, 8.0), flex=(9.0, 9.0)
+    )
+    text = kernel_report.summary(rows, markdown_table)
+    assert "| N=8, P=1024, R=256, d=128 | 100 / 25 | 67 / 28 | 1.50x | **0.90x** | 1.32x |" in text
+
+
+def test_who_did_not_run_is_named(tmp_path):
+    lost = FACTS | {
+        "case": CASE | {"ragged": True},
+        "provider": "flex",
+        "pass": "fwd",
+        "error": "no such thing",
+    }
+    rows = [*kernel_rows(CASE, ours_sm90a=(1.0, 4.0)), lost]
+    text = kernel_report.text(rows, markdown_table)
+    assert "- flex (N=8, P=1024, R~U(131, 256), d=128): no such thing" in text
+    assert "| ours-sm90a | 1.0 | 100 | 4.0 | 25 | 5.0 | 1.0 | 0.1 |" in text
+    kernel_report.draw([*rows, *kernel_rows(CASE | {"d": 64}, ours_sm90a=(1.0, 2.0))], tmp_path / "plot.svg")
+    assert "other" not in text and "d=64" in (tmp_path / "plot.svg").read_text()
+
+
+def layer_rows() -> list[dict]:
+    """Ours and a peer at P = 1K, 2K, 4K and 1, 2 responses; replicated rows run out of memory at 4K."""
+    rows = []
+    for prompt in (1024, 2048, 4096):
+        for count in (1, 2):
+            packed = prompt + 1000 * count
+            for name, size, ms in (
+                ("ours", packed, 10.0),
+                ("fa4-two-call", packed, 9.0 if prompt == 1024 else 11.0),
+                ("fa2-replicated", (prompt + 1000) * count, 20.0),
+            ):
+                case = {"P": prompt, "mb": count, "tokens": 1000 * count}
+                row = FACTS | {"case": case, "provider": name, "rows": size, "flops": 1e9 * size}
+                if name == "fa2-replicated" and prompt == 4096 and count == 2:
+                    rows.append(row | {"error": "no memory", "out_of_memory": True})
+                else:
+                    rows.append(row | {"time_ms": ms, "peak_gib": 1 + size * 2**-20 * 64})
+    return rows
+
+
+def test_layer_says_who_wins_and_where_memory_ends(tmp_path):
+    text = decoder_layer_report.text(layer_rows(), markdown_table)
+    assert "| 1K | 10; **0.90x fa4-two-call** | 10; **0.90x fa4-two-call** |" in text
+    assert "| 2K | 10; 1.10x fa4-two-call | 10; 1.10x fa4-two-call |" in text
+    assert "| 4K | 2.00x (1.00) | OOM (1.67) |" in text
+    assert "| fa2-replicated | ≥ 2 | ≥ 2 | 1 |" in text and "| ours | ≥ 2 | ≥ 2 | ≥ 2 |" in text
+    assert "1.0 GiB + 64 KiB a row (within 0%)" in text
+    assert "| rho, tokens replicated / packed | 1.34 | 1.51 | 1.67 | of the lengths drawn |" in text
+    decoder_layer_report.draw(layer_rows(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_utilisation_counts_what_ran_and_what_was_replicated():
+    row = FACTS | {
+        "gpu": "NVIDIA H200", "pass": "policy_update", "dp": 1, "sp": 1, "model": "qwen3-8b",
+        "num_layers": 36, "micro_batch": 4, "prompt_len": 8192, "flops": 989e12, "flop_ratio": 2.5, "seconds": 2.0,
+    }  # fmt: skip
+    rows = [row | {"provider": "shared"}, row | {"provider": "verl-torch-fa2", "flops": 2.5 * 989e12}]
+    text = decoder_layer_report.model_update(rows, markdown_table)
+    assert "4: shared | 2.00 | 0.99 | 494 | 50% | 125% |" in text
+    assert "4: verl-torch-fa2 | 2.00 | 2.47 | 1236 | 125% | 125% |" in text
+
+
+def test_a_sanitizer_run_that_did_not_finish_is_no_success():
+    row = FACTS | {
+        "tool": "memcheck",
+        "path": 90,
+        "head_dim": 64,
+        "completed": True,
+        "errors": 0,
+        "seconds": 7,
+    }
+    text = checks_report.sanitizer([row, row | {"path": 80, "errors": None}], markdown_table)
+    assert "| memcheck | sm_90a | 64 | 0 | 7 |" in text
+    assert "| memcheck | sm_80 | 64 | did not finish | 7 |" in text
+
+
+def test_build_times_come_from_ninja_s_log():
+    one = (
+        "# ninja log v5\n0\t9000\t1\tobj/a.cu.o\tx\n100\t12000\t1\tobj/b.cu.o\tx\n12000\t13000\t1\t_C.so\tx\n"
+    )
+    assert build_time.times_of(one) == (
+        {"obj/a.cu.o": (0, 9000), "obj/b.cu.o": (100, 12000), "_C.so": (12000, 13000)}, 13000,
+    )  # fmt: skip
+    assert build_time.times_of(one + "5\t700\t1\tobj/a.cu.o\tx\n")[1] is None  # built in two runs
