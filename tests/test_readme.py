@@ -92,7 +92,7 @@ def test_memory_of_a_stack_is_estimated_only_where_it_was_not_measured(report):
     )
     record = {
         "case": case, "machine": machine, "parameters": 3e9, "backends": {}, "replicated_tokens": 220,
-        "replicated_estimate_gib": 20.0, "log_prob_difference": None,
+        "replicated_estimate_gib": 20.0, "log_probs": None,
         "packed": {"tokens": 120, "peak_gib": 11.0, "time_s": 1.1}, "replicated": [one, all_rows],
     }  # fmt: skip
     text = report.BLOCKS["gemma4_stack"].text
