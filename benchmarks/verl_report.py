@@ -11,16 +11,21 @@ Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 
 MODELS = {"qwen3-8b": ("Qwen3-8B", 36), "qwen3-30b-a3b": ("Qwen3-30B-A3B", 48)}
-OWN, TORCH = "verl-flash_attention_2", "verl-torch-fa2"
+SHARED, OWN, TORCH = "shared", "verl-flash_attention_2", "verl-torch-fa2"
 PASSES = ("policy_update", "old_log_prob", "ref_log_prob")
 
 
-def name_of(row: dict[str, Any]) -> str:
-    """Model, layers where these are fewer, micro-batch, processes."""
+def place_of(row: dict[str, Any]) -> str:
+    """Model, layers where these are fewer, processes."""
     model, num_layers = MODELS.get(row["model"], (row["model"], row["num_layers"]))
     cut = f", {row['num_layers']} of {num_layers} layers" if row["num_layers"] != num_layers else ""
     spread = "".join(f", {kind.upper()}={row[kind]}" for kind in ("dp", "sp") if row[kind] > 1)
-    return f"{model}{cut}{spread}, micro-batch {row['micro_batch']}"
+    return f"{model}{cut}{spread}"
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Where, and the micro-batch."""
+    return f"{place_of(row)}, micro-batch {row['micro_batch']}"
 
 
 def cells(rows: Rows) -> list[dict[str, dict[str, Any]]]:
@@ -41,6 +46,21 @@ def _number(row: dict[str, Any] | None, name: str, form: str) -> str:
     if row is None:
         return "-"
     return "out of memory" if "error" in row else format(row[name], form)
+
+
+def largest(rows: Rows) -> str:
+    """Of each model the largest micro-batch of a policy update that fitted, and the smallest that did not."""
+    parts = []
+    names = {SHARED: "shared", OWN: "veRL"}
+    updates = [row for row in rows if row["pass"] == "policy_update" and row["provider"] in names]
+    for place in dict.fromkeys(place_of(row) for row in updates):
+        for provider, name in names.items():
+            own = [row for row in updates if place_of(row) == place and row["provider"] == provider]
+            fitted = [row["micro_batch"] for row in own if "seconds" in row]
+            failed = [row["micro_batch"] for row in own if "error" in row]
+            if failed:
+                parts.append(f"{place}, {name}: {max(fitted, default=0)} (not {min(failed)})")
+    return f"\n\nLargest micro-batch of a policy update: {'; '.join(parts)}." if parts else ""
 
 
 def text(rows: Rows, table: Table) -> str:
@@ -70,7 +90,7 @@ a micro-batch, a prompt of {first["prompt_len"]:,} tokens and responses of {min(
 "veRL" is its own path with this package's `flash_attention_2`, and the speed-up is over it; "FLOPs" is how
 many times as many that path executes. A policy update is loss, backward and optimizer step.
 
-{table(lines)}"""
+{table(lines)}{largest(rows)}"""
 
 
 def draw(rows: Rows, path: Path) -> None:

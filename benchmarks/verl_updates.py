@@ -84,6 +84,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-micro-batches", type=int, default=1, help="per mini-batch and rank")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS)[:3])
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument(
+        "--largest",
+        nargs="+",
+        default=[],
+        metavar="PROVIDER:MICRO_BATCH",
+        help="at the end one policy update each, in this order: how many rows fit into memory",
+    )
     parser.add_argument("--sp", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="no new measurement after this time")
@@ -299,12 +306,24 @@ class Bench:
         return 2.0 * (layers + head) + 4.0 * scores
 
 
-def measure(bench: Bench, num_rows: int, provider: str, deadline: float) -> Iterator[dict[str, Any]]:
+def plan(options: argparse.Namespace) -> Iterator[tuple[int, str, list[str], int]]:
+    """(rows of a micro-batch, provider, passes, repeats) of every measurement, in order."""
+    for num_rows in options.micro_batches:
+        for provider in options.providers:
+            yield num_rows, provider, options.passes, options.repeats
+    for pair in options.largest:
+        provider, _, num_rows = pair.partition(":")
+        yield int(num_rows), provider, ["policy_update"], 0
+
+
+def measure(
+    bench: Bench, num_rows: int, provider: str, passes: list[str], repeats: int, deadline: float
+) -> Iterator[dict[str, Any]]:
     """A row per pass; `error` instead of a time where memory ran out."""
     options, cell = bench.options, bench.cell(num_rows)
     bench.provider(provider)
     shares = PROVIDERS[provider][0]
-    for name in options.passes:
+    for name in passes:
         row: dict[str, Any] = {
             "model": options.model, "num_layers": bench.config.num_hidden_layers, "provider": provider,
             "pass": name, "micro_batch": num_rows, "num_micro_batches": options.num_micro_batches,
@@ -315,7 +334,7 @@ def measure(bench: Bench, num_rows: int, provider: str, deadline: float) -> Iter
         run, times, peak = bench.passes(cell)[name], [], 0.0
         try:
             cold, peak = bench.timed(run)
-            while len(times) < options.repeats and agreed(bench, time.perf_counter() + cold < deadline):
+            while len(times) < repeats and agreed(bench, time.perf_counter() + cold < deadline):
                 seconds, peak = bench.timed(run)
                 times.append(seconds)
         except torch.OutOfMemoryError as error:
@@ -368,18 +387,18 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if is_first:
         print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    for num_rows in options.micro_batches:
-        for provider in options.providers:
-            if rows and not agreed(bench, time.perf_counter() < begin + options.seconds):
-                break
-            for row in measure(bench, num_rows, provider, begin + options.seconds):
-                rows.append({**facts, **row})
-                if is_first:
-                    print_row(row, rows)
-                if is_first and options.out:  # after every row: a run that is stopped keeps what it measured
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    options.out.write_text(json.dumps(rows, indent=1) + "\n")
-            release(bench)
+    deadline = begin + options.seconds
+    for num_rows, provider, passes, repeats in plan(options):
+        if rows and not agreed(bench, time.perf_counter() < deadline):
+            break
+        for row in measure(bench, num_rows, provider, passes, repeats, deadline):
+            rows.append({**facts, **row})
+            if is_first:
+                print_row(row, rows)
+            if is_first and options.out:  # after every row: a run that is stopped keeps what it measured
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        release(bench)
     torch.distributed.destroy_process_group()
     return rows
 
