@@ -51,11 +51,15 @@ kernels: $(VENV)/dev.stamp  ## compile one kernel per arch and pass, read the co
 	$(BIN)/python csrc/flash_attn/kernels.py --archs "80;90" --gpus "80;90" --head-dims 64 --dtypes bf16 --strict --out build/check
 	$(BIN)/python tests/check_library.py build/check/_C.so
 
-bench:  ## time the kernels against torch's, in the Python that runs; writes benchmarks/results/<gpu>/kernels.json
-	$(PYTHON) benchmarks/run.py --cases quick,plain --out benchmarks/results/$(GPU)/kernels.json $(ARGS)
+bench:  ## time the kernels against their peers, in the Python that runs (about 8 minutes); writes benchmarks/results/<gpu>/kernels.json
+	$(PYTHON) benchmarks/run.py --cases quick,main,small,long,plain,ragged,head_dims --out benchmarks/results/$(GPU)/kernels.json $(ARGS)
 
-bench-full:  ## all cases and head dims, to kernels_full.json; what it holds already is left out
-	$(PYTHON) benchmarks/run.py --cases paper,small,head_dims,long,groups --resume --out benchmarks/results/$(GPU)/kernels_full.json $(ARGS)
+bench-full:  ## everything else about attention and a layer, case by case; what is measured already is left out
+	$(PYTHON) benchmarks/run.py --cases paper,groups --resume --out benchmarks/results/$(GPU)/kernels_full.json $(ARGS)
+	$(PYTHON) benchmarks/run.py --cases gemma4 --resume --out benchmarks/results/$(GPU)/gemma4_layers.json $(ARGS)
+	$(PYTHON) benchmarks/error_growth.py --out benchmarks/results/$(GPU)/error_growth.json
+	$(PYTHON) benchmarks/break_even.py --resume --out benchmarks/results/$(GPU)/break_even.json
+	$(PYTHON) benchmarks/decoder_layer.py --resume --out benchmarks/results/$(GPU)/decoder_layer.json
 
 report: $(VENV)/demo.stamp  ## fill the README's measured blocks from benchmarks/results
 	$(BIN)/python benchmarks/report.py $(ARGS)

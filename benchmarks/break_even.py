@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import Case  # noqa: E402
 from providers import PROVIDERS, Pair, Problem, ours_replicated  # noqa: E402
-from run import clean, environment, short  # noqa: E402
+from run import clean, earlier_rows, environment, short  # noqa: E402
 from timing import interleaved  # noqa: E402
 
 RESPONSES = (1, 2, 4, 8, 16, 32)
@@ -48,14 +48,16 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="JSON file; make report draws it")
     parser.add_argument("--provider", default="ours-sm90a")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--resume", action="store_true", help="leave out the cells that --out holds already")
     args = parser.parse_args()
-    facts = environment()
-    rows: list[dict[str, Any]] = []
-    path = Path(args.out)
+    facts, path = environment(), Path(args.out)
+    rows = earlier_rows(args.out, facts) if args.resume else []
     path.parent.mkdir(parents=True, exist_ok=True)
     for count in RESPONSES:
         for ratio in RATIOS:
             case = Case(count, int(ratio * RESPONSE_LEN), RESPONSE_LEN)
+            if any(row["case"] == case.row() for row in rows):
+                continue
             try:
                 row = cell(case, args.provider, args.repeats)
             except (RuntimeError, torch.OutOfMemoryError) as error:

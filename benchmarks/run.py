@@ -262,7 +262,8 @@ def cases_of(names: str) -> list[Case | PlainCase]:
         if name == "plain":
             cases += PLAIN
         else:
-            cases += CASES[name] if name in CASES else [Case(*map(int, name.split(":")))]
+            sizes = (int(part) if part.isdigit() else part for part in name.split(":"))
+            cases += CASES[name] if name in CASES else [Case(*sizes)]  # type: ignore[arg-type]
     return list(dict.fromkeys(cases))
 
 
@@ -271,7 +272,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--cases", default="quick", help=f"{', '.join(CASES)}, plain; or N:P:R like 28:4096:2048"
+        "--cases", default="quick", help=f"{', '.join(CASES)}, plain; or N:P:R[:H:Hk:d[:dtype]], 28:4096:2048"
     )
     parser.add_argument("--providers", default=",".join(PROVIDERS))
     parser.add_argument("--repeats", type=int, default=11)

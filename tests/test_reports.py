@@ -117,7 +117,8 @@ def test_layer_says_who_wins_and_where_memory_ends(tmp_path):
 def test_utilisation_counts_what_ran_and_what_was_replicated():
     row = FACTS | {
         "gpu": "NVIDIA H200", "pass": "policy_update", "dp": 1, "sp": 1, "model": "qwen3-8b",
-        "num_layers": 36, "micro_batch": 4, "prompt_len": 8192, "flops": 989e12, "flop_ratio": 2.5, "seconds": 2.0,
+        "num_layers": 36, "micro_batch": 4, "prompt_len": 8192, "flops": 989e12, "flop_ratio": 2.5,
+        "seconds": 2.0,
     }  # fmt: skip
     rows = [row | {"provider": "shared"}, row | {"provider": "verl-torch-fa2", "flops": 2.5 * 989e12}]
     text = decoder_layer_report.model_update(rows, markdown_table)
