@@ -156,6 +156,21 @@ def test_length_dependent_rope_per_pack(
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+def test_a_layout_that_takes_over_other_lengths_is_checked_again() -> None:
+    model = model_of("llama", "dualkv", rope_parameters=dict(LONG), max_position_embeddings=64)
+
+    def batch(*response_lens: int) -> Any:
+        rows = tuple((list(range(3, 12)), list(range(20, 20 + r))) for r in response_lens)
+        return packed_batch(rows=rows, max_segments=4, max_total=40)
+
+    packed = batch(4, 7)
+    inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
+    model(**inputs, dualkv_layout=packed.layout)
+    packed.layout.copy_(batch(4, 12).layout)
+    with pytest.raises(NotImplementedError, match="changes its frequencies beyond 16 tokens"):
+        model(**inputs, dualkv_layout=packed.layout)
+
+
 @pytest.mark.parametrize("rope_type", ["llama3", "yarn", "linear"])
 def test_static_rope_scaling_equals_rows(rope_type: str) -> None:
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,6 +37,7 @@ _HARMLESS = frozenset({
     "output_hidden_states", "output_router_logits", "logits_to_keep", "layer_idx", "deterministic",
     "dualkv_aux_weighted", "shift_labels",
 })  # fmt: skip
+_CROSS_ATTENTION = "cross attention and encoder-decoder models are not supported, got {}"
 _REFUSED = {
     "output_attentions": "attention probabilities are never stored",
     "head_mask": "head masks",
@@ -48,6 +50,11 @@ _REFUSED = {
     "indices": "sparse attention",
     "block_indices": "sparse attention",
 }
+
+
+# Layouts, one per batch -> id of a configuration that was found fit for it -> (the configuration, does it ask
+# for router logits). A model's layers share theirs, and reading it takes longer than the rest of a call.
+_fit: WeakKeyDictionary[SharedPromptLayout, dict[int, tuple[Any, bool]]] = WeakKeyDictionary()
 
 
 class _Options(NamedTuple):
@@ -84,6 +91,8 @@ def dualkv_attention(
     arguments that are not known here; ValueError for arguments that contradict each other.
     """
     _refuse_unknown(module, dropout, kwargs)
+    if dualkv_layout is None:
+        _refuse_config(module)
     receipts.record(module, dualkv_layout)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -121,13 +130,8 @@ def _refuse_unknown(module: torch.nn.Module, dropout: float, kwargs: dict[str, A
         raise NotImplementedError(
             f"attention dropout is not supported, got dropout={dropout}: set it to 0 or call model.eval()"
         )
-    config = getattr(module, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or getattr(module, "is_cross_attention", False):
-        raise NotImplementedError(
-            f"cross attention and encoder-decoder models are not supported, got {type(module).__name__}"
-        )
-    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
-        raise NotImplementedError(f"output_attentions is not supported: {_REFUSED['output_attentions']}")
+    if getattr(module, "is_cross_attention", False):
+        raise NotImplementedError(_CROSS_ATTENTION.format(type(module).__name__))
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False:
             continue
@@ -136,6 +140,28 @@ def _refuse_unknown(module: torch.nn.Module, dropout: float, kwargs: dict[str, A
         raise NotImplementedError(
             f"dualkv attention does not know the argument {name!r}, so it does not ignore it"
         )
+
+
+def _refuse_config(module: torch.nn.Module) -> None:
+    config = getattr(module, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotImplementedError(_CROSS_ATTENTION.format(type(module).__name__))
+    if getattr(config, "output_attentions", False):
+        raise NotImplementedError(f"output_attentions is not supported: {_REFUSED['output_attentions']}")
+
+
+def _fits(module: torch.nn.Module, layout: SharedPromptLayout) -> bool:
+    """Whether the module's configuration asks for router logits; raises where the pack cannot run under
+    it."""
+    config: Any = module.config
+    # Neither in a graph nor for layouts that take over other lengths (`copy_`).
+    changes = torch.compiler.is_compiling() or layout.capacities is not None
+    known = {} if changes else _fit.setdefault(layout, {})
+    if id(config) not in known:
+        _refuse_config(module)
+        check_rope(config, layout)
+        known[id(config)] = config, bool(getattr(config, "output_router_logits", False))
+    return known[id(config)][1]
 
 
 def _window(module: torch.nn.Module, sliding_window: Any, causal: bool, num_keys: int) -> tuple[int, int]:
@@ -183,7 +209,7 @@ def _shared_prompt(
         raise NotImplementedError(
             f"a shared-prompt pack needs causal attention, {type(module).__name__} is not causal"
         )
-    wants_router = kwargs.get("output_router_logits") or getattr(module.config, "output_router_logits", False)
+    wants_router = _fits(module, layout) or kwargs.get("output_router_logits")
     if wants_router and layout.sp_group is not None:
         raise NotImplementedError(
             "output_router_logits is not supported with sequence parallelism: the auxiliary loss of a rank's "
@@ -213,7 +239,6 @@ def _shared_prompt(
             "output_router_logits: the auxiliary loss of a shared-prompt pack would count each prompt once. "
             "Call packed_forward, or pass attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True"
         )
-    check_rope(module.config, layout)
     out: Any = flash_attn_shared_prompt_func(
         q[0], k[0], v[0], layout,
         softmax_scale=options.softmax_scale, window_size=options.window_size, softcap=options.softcap,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flash_attn.integrations._transformers_support import attention_modules, text_backbone
+from flash_attn.integrations._transformers_support import remembered_attention_modules, text_backbone
 from flash_attn.shared_prompt.layout import SharedPromptLayout
 
 _active = threading.local()
@@ -30,7 +30,7 @@ class Receipt:
     def __init__(self, model: torch.nn.Module, layout: SharedPromptLayout) -> None:
         self.layout = layout
         backbone = text_backbone(model)
-        self._names = {id(module): name for name, module in attention_modules(backbone)}
+        self._names = {id(module): name for name, module in remembered_attention_modules(backbone)}
         self._seen: set[int] = set()
         self._unshared: set[int] = set()
 

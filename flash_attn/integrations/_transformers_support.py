@@ -62,9 +62,29 @@ def text_backbone(model: torch.nn.Module) -> Any:
     return unwrap(decoder if decoder is not None else getattr(base, "base_model", base))
 
 
+_attention_names: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
 def attention_modules(backbone: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """(name, module) of the modules whose forward asks the attention interface, in order."""
     return [(name, module) for name, module in backbone.named_modules() if _asks_interface(type(module))]
+
+
+def remembered_attention_modules(backbone: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """`attention_modules` without a walk over all modules, where those found before still stand there."""
+    found = []
+    try:
+        for name in _attention_names.get(backbone, ()):
+            module: Any = backbone
+            for part in name.split("."):
+                module = module._modules[part]
+            found.append((name, module))
+    except KeyError:
+        found = []
+    if not found or not all(_asks_interface(type(module)) for _, module in found):
+        found = attention_modules(backbone)
+        _attention_names[backbone] = tuple(name for name, _ in found)
+    return found
 
 
 _asks: dict[type, bool] = {}

@@ -1,8 +1,7 @@
 """A trainer's padded rows as packs of whole groups, and what the packs give back in the trainer's rows.
 
-Rows come as (B, prompt columns + response columns) ids and mask. Ids are read on the host once; groups are
-found by content, so neither names nor the order of rows matter. Values per response token return as
-(B, response columns).
+Rows come as (B, prompt columns + response columns) ids and mask. Groups are found by content, so neither
+names nor the order of rows matter. Values per response token return as (B, response columns).
 """
 
 from __future__ import annotations
@@ -12,38 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from flash_attn.shared_prompt import PackedBatch, group_by_prompt, pack, unpack_responses
+from flash_attn.integrations._trl_rows import PaddedRows
+from flash_attn.shared_prompt import PackedBatch, unpack_responses
 from flash_attn.shared_prompt.cost_model import CostModel, GroupLens
+from flash_attn.shared_prompt.layout import move
 from flash_attn.shared_prompt.planner import plan_micro_batches
-
-
-class HostRows(NamedTuple):
-    """The rows on the CPU; the first `prompt_width` columns of `ids` and `mask` (B, W) are the prompts'."""
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    prompt_width: int
-    device: torch.device
-
-    @classmethod
-    def of(cls, input_ids: torch.Tensor, attention_mask: torch.Tensor, response_width: int) -> HostRows:
-        """Copies ids and mask to the host: the one wait for the GPU."""
-        both = torch.stack([input_ids.long(), attention_mask.long()]).cpu()
-        return cls(both[0], both[1].bool(), input_ids.shape[1] - response_width, input_ids.device)
-
-    @property
-    def lens(self) -> list[tuple[int, int]]:
-        """(prompt, response) tokens of each row, padding left out."""
-        prompts, responses = self.mask[:, : self.prompt_width], self.mask[:, self.prompt_width :]
-        return list(zip(prompts.sum(1).tolist(), responses.sum(1).tolist(), strict=True))
-
-    def pack(self, rows: Sequence[int]) -> PackedBatch:
-        """These rows, packed, on the trainer's device."""
-        ids, mask, width = self.ids[list(rows)], self.mask[list(rows)], self.prompt_width
-        return pack(
-            ids[:, :width], ids[:, width:], prompt_mask=mask[:, :width], response_mask=mask[:, width:],
-            device=self.device,
-        )  # fmt: skip
 
 
 class SharedStep(NamedTuple):
@@ -61,24 +33,22 @@ class SharedStep(NamedTuple):
     shares_nothing: bool
 
     @classmethod
-    def of(cls, host: HostRows, *, max_tokens: int, batch_size: int, cost_model: CostModel) -> SharedStep:
+    def of(cls, given: PaddedRows, *, max_tokens: int, batch_size: int, cost_model: CostModel) -> SharedStep:
         """Packs of at most `max_tokens`; the replicated pass would run padded, `batch_size` rows a
         forward."""
-        width = host.prompt_width
-        groups = group_by_prompt(host.ids[:, :width], attention_mask=host.mask[:, :width])
-        lens = host.lens
-        plan = plan_micro_batches(lens, groups, max_tokens=max_tokens, over_budget="split")
+        lens, width = given.lens, given.prompt_width
+        plan = plan_micro_batches(lens, given.groups, max_tokens=max_tokens, over_budget="split")
         micro_batches = plan.ranks[0]
         shared_cost = sum(
             cost_model.cost([_lens(lens, g) for g in m.groups], shared=True) for m in micro_batches
         )
-        num_rows, total_width = host.ids.shape
-        padded = GroupLens(max(width, 1), (total_width - width,) * num_rows)
+        num_rows, total_width = given.ids.shape
+        padded = GroupLens(width, (total_width - width,) * num_rows)
         replicated_cost = cost_model.cost([padded], shared=False, num_calls=-(-num_rows // batch_size))
-        packs = [host.pack(m.rows) for m in micro_batches]
         return cls(
-            packs, [m.rows for m in micro_batches], shared_cost, replicated_cost, plan.over_budget,
-            shares_nothing=all(len(rows) == 1 for rows in groups.rows),
+            [given.pack(m.groups) for m in micro_batches], [m.rows for m in micro_batches], shared_cost,
+            replicated_cost, plan.over_budget,
+            shares_nothing=all(len(rows) == 1 for rows in given.groups.rows),
         )  # fmt: skip
 
     @property
@@ -95,8 +65,10 @@ class SharedStep(NamedTuple):
         """Values (n,) per response token of each pack, as (B, response columns), 0 where masked."""
         grids = [unpack_responses(v, p) for v, p in zip(values, self.packs, strict=True)]
         stacked = torch.cat([g for g in grids if isinstance(g, torch.Tensor)])
-        order = torch.tensor([row for rows in self.rows for row in rows])
-        return stacked.index_select(0, order.argsort().to(stacked.device))
+        order = [row for rows in self.rows for row in rows]
+        if order == list(range(len(order))):
+            return stacked
+        return stacked.index_select(0, move(torch.tensor(order).argsort(), stacked.device))
 
 
 def _lens(row_lens: Sequence[tuple[int, int]], rows: Sequence[int]) -> GroupLens:

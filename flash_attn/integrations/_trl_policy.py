@@ -13,9 +13,10 @@ import torch
 
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
-from flash_attn.integrations._trl_batch import HostRows, SharedStep
+from flash_attn.integrations._trl_batch import SharedStep
 from flash_attn.integrations._trl_cost import calibrate_passes, flop_cost_model
 from flash_attn.integrations._trl_models import IMPLEMENTATION, check_settings, trainer_refusal, use_dualkv
+from flash_attn.integrations._trl_rows import PaddedRows
 from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats, settings_of
 from flash_attn.integrations._trl_shuffle import GroupShuffleMixin
 from flash_attn.integrations.transformers import packed_forward, register
@@ -118,15 +119,15 @@ class SharedPromptMixin(GroupShuffleMixin):
 
     def _plan(self, call: _Pass) -> tuple[SharedStep | None, str | None]:
         """(this process's packs, None), or (None, why not)."""
-        host = HostRows.of(call.input_ids, call.attention_mask, call.logits_to_keep)
-        lens = host.lens
-        if any(prompt_len == 0 for prompt_len, _ in lens):
-            return None, "a row has an empty prompt"
+        given, reason = PaddedRows.of(call.input_ids, call.attention_mask, call.logits_to_keep)
+        if given is None:
+            return None, reason
+        lens = given.lens
         batch_size = call.batch_size or len(lens)
         budget = batch_size * call.input_ids.shape[1]
         if torch.is_grad_enabled():
             budget = self.shared_prompt.max_packed_tokens or budget
-        step = SharedStep.of(host, max_tokens=budget, batch_size=batch_size, cost_model=self._cost_model)
+        step = SharedStep.of(given, max_tokens=budget, batch_size=batch_size, cost_model=self._cost_model)
         if step.shares_nothing and self.accelerator.num_processes == 1:
             return None, "no prompt occurs twice in this batch"
         if step.over_budget:
@@ -184,10 +185,11 @@ class SharedPromptMixin(GroupShuffleMixin):
 
         def shared(ids: torch.Tensor, mask: torch.Tensor, response_width: int) -> torch.Tensor:
             call = _Pass(self.model, ids, mask, response_width, None, True, False)
+            given, _ = PaddedRows.of(ids, mask, response_width)
+            assert given is not None
             step = SharedStep.of(
-                HostRows.of(ids, mask, response_width),
-                max_tokens=ids.numel(), batch_size=len(ids), cost_model=self._cost_model,
-            )  # fmt: skip
+                given, max_tokens=ids.numel(), batch_size=len(ids), cost_model=self._cost_model
+            )
             return self._shared_pass(call, step, len(step.packs))[0]
 
         parent: Any = super()

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compare import assert_same_logs, assert_shared, parameter_error, run
+from compare import assert_same_logs, assert_shared, run
 from tiny import arguments, even_words, make, model_path, prompts, train
 from trl import GRPOConfig, GRPOTrainer
+from two_processes import parameter_error
 
 from flash_attn.integrations.trl import SharedPromptGRPOTrainer, SharedPromptSettings, SharedPromptWarning
 from flash_attn.shared_prompt import cost_model
-from flash_attn.shared_prompt.cost_model import CostModel
+from flash_attn.shared_prompt.cost_model import CostModel, GroupLens
 
 EXPENSIVE = CostModel(1.0, 0.0, 0.0, 0.0, call_shared=1e9)
 
@@ -228,7 +229,8 @@ def test_calibration_decides_from_measured_times(folder, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SharedPromptWarning)  # a busy machine does not fit well
         found = trainer.calibrate(max_tokens=256, max_seconds=1.0)
-    assert found.unit == "seconds" and found.token > 0 and trainer._cost_model == found
+    assert found.unit == "seconds" and trainer._cost_model == found
+    assert all(found.cost([GroupLens(40, (9,) * 4)], shared=shared) > 0 for shared in (True, False))
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(
         p.grad is None and torch.equal(p, w) for p, w in zip(trainer.model.parameters(), weights, strict=True)
