@@ -1,11 +1,12 @@
-"""Times one policy update (loss and backward of one group) in TRL's GRPO trainer, shared and replicated.
+"""Times one policy update (loss and backward of some groups) in TRL's GRPO trainer, shared and replicated.
 
     python benchmarks/trl_updates.py --model smollm2-135m --prompt-lens 1024 4096 --out FILE
 
 Real trainers on a random model of the named shape and random tokens; all providers in one process,
-interleaved. A replicated update takes as many micro-batches of whole rows, all of one size, as its token
-budget needs; of one that needs many, `--timed-tokens` are run and the time is scaled to all rows. Beside each
-time stands what the planner says after measuring this machine (`--calibrate SECONDS`; 0: FLOPs).
+interleaved. Both ways run in micro-batches, all of one size, of at most `--max-tokens` tokens: replicated
+ones of rows, shared ones of whole groups. Of an update that needs many, `--timed-tokens` are run and the time
+is scaled to all rows. Beside each time stands what the planner says after measuring this machine
+(`--calibrate SECONDS`; 0: FLOPs).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from run import environment  # noqa: E402
+
+from flash_attn.shared_prompt.cost_model import CostModel  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -55,11 +58,30 @@ PROVIDERS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One prompt of `prompt_len` tokens with `num_responses` responses of `response_len`."""
+    """`num_groups` prompts of `prompt_len` tokens with `num_responses` responses of `response_len` each."""
 
     prompt_len: int
     num_responses: int
     response_len: int
+    num_groups: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Responses of the update."""
+        return self.num_groups * self.num_responses
+
+
+def executed_flops(counted: CostModel, gradient_checkpointing: bool) -> CostModel:
+    """FLOPs that run: TRL's LM head computes its logits again in backward (8 per parameter and token instead
+    of 6), and so do the layers with checkpointing (attention: 18 H D per pair instead of 14)."""
+    layers, pairs = (8 / 6, 18 / 14) if gradient_checkpointing else (1.0, 1.0)
+    return dataclasses.replace(
+        counted,
+        token=counted.token * layers,
+        label=counted.label * 8 / 6,
+        pair_shared=counted.pair_shared * pairs,
+        pair_replicated=counted.pair_replicated * pairs,
+    )
 
 
 class Bench:
@@ -106,58 +128,55 @@ class Bench:
             trainer.current_gradient_accumulation_steps = 1
         self.model.train()
         self.cost_model = self.trainers["shared"]._cost_model
-        self.flop_model = self.cost_model
-        if options.gradient_checkpointing:  # layers run forward twice: 2 more per parameter, 4 H D per pair
-            counted = self.cost_model
-            self.flop_model = dataclasses.replace(
-                counted,
-                token=counted.token * 8 / 6,
-                pair_shared=counted.pair_shared * 18 / 14,
-                pair_replicated=counted.pair_replicated * 18 / 14,
-            )
+        self.flop_model = executed_flops(self.cost_model, options.gradient_checkpointing)
 
     def calibrate(self, seconds: float) -> None:
         """Measures the planner's cost model."""
         self.model.set_attn_implementation("dualkv")
         self.cost_model = self.trainers["shared"].calibrate(
-            max_tokens=self.options.replicated_tokens, max_seconds=seconds
+            max_tokens=self.options.max_tokens, max_seconds=seconds
         )
         # The bench times what it is asked to time: the verdict is only written down.
         self.trainers["shared"]._cost_model = self.flop_model
 
     def inputs(self, cell: Cell) -> dict[str, torch.Tensor]:
-        """The rows of one group as TRL's trainer has them."""
+        """The rows of the groups as TRL's trainer has them."""
         generator = torch.Generator().manual_seed(0)
 
         def ids(*shape: int) -> torch.Tensor:
             return torch.randint(3, self.vocab_size, shape, generator=generator).to(self.device)
 
-        prompt = ids(1, cell.prompt_len).repeat(cell.num_responses, 1)
-        completions = ids(cell.num_responses, cell.response_len)
+        prompt = ids(cell.num_groups, cell.prompt_len).repeat_interleave(cell.num_responses, 0)
+        completions = ids(cell.num_rows, cell.response_len)
         return {
             "prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": completions,
             "completion_mask": torch.ones_like(completions),
-            "advantages": torch.linspace(-1, 1, cell.num_responses, device=self.device),
+            "advantages": torch.linspace(-1, 1, cell.num_rows, device=self.device),
             "num_items_in_batch": torch.tensor(float(completions.numel()), device=self.device),
         }  # fmt: skip
 
     def rows_per_call(self, provider: str, cell: Cell) -> int:
-        """Rows of a micro-batch: all of a shared one; of a replicated one the most that divide N and fit."""
+        """Rows of a micro-batch: the most that fit and divide the update's, of a shared one in whole
+        groups."""
+        rows, tokens = 1, cell.prompt_len + cell.response_len
         if PROVIDERS[provider][0] == "shared":
-            return cell.num_responses
-        budget = self.options.replicated_tokens // (cell.prompt_len + cell.response_len)
-        divisors = (n for n in range(1, cell.num_responses + 1) if cell.num_responses % n == 0)
-        return max(n for n in divisors if n <= max(budget, 1))
+            rows = cell.num_responses
+            tokens = cell.prompt_len - 1 + cell.num_responses * (cell.response_len + 1)
+        parts = cell.num_rows // rows
+        most = max(self.options.max_tokens // tokens, 1)
+        return rows * max(n for n in range(1, parts + 1) if parts % n == 0 and n <= most)
 
     def timed_rows(self, provider: str, cell: Cell) -> int:
         """Rows of whole micro-batches that are run; the others are as many again of the same shape."""
         rows = self.rows_per_call(provider, cell)
-        tokens = rows * (cell.prompt_len + cell.response_len)
-        calls = max(2, self.options.timed_tokens // tokens)
-        return min(cell.num_responses, calls * rows)
+        groups = rows / cell.num_responses if PROVIDERS[provider][0] == "shared" else rows
+        calls = max(
+            1, round(self.options.timed_tokens / (groups * cell.prompt_len + rows * cell.response_len))
+        )
+        return min(cell.num_rows, calls * rows)
 
     def update(self, provider: str, cell: Cell) -> Callable[..., None]:
-        """Loss and backward of the group's timed rows, `update(1)` of its first micro-batch alone."""
+        """Loss and backward of the timed rows, `update(1)` of its first micro-batch alone."""
         trainer_name, attention = PROVIDERS[provider]
         trainer, inputs = self.trainers[trainer_name], self.inputs(cell)
         rows = self.rows_per_call(provider, cell)
@@ -167,7 +186,8 @@ class Bench:
         ]
 
         def run(num_parts: int | None = None) -> None:
-            self.model.set_attn_implementation(attention)
+            if self.model.config._attn_implementation != attention:  # a walk over all modules
+                self.model.set_attn_implementation(attention)
             for part in parts[:num_parts]:
                 trainer._compute_loss(self.model, part).backward()
             self.model.zero_grad(set_to_none=True)
@@ -192,33 +212,39 @@ def measure(bench: Bench, cell: Cell, providers: list[str]) -> dict[str, dict[st
     """Times of every provider, rounds interleaved; a provider that fails says why instead."""
     found: dict[str, dict[str, Any]] = {name: {"error": None} for name in providers}
     calls = {}
+    on_gpu = bench.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
     for name in providers:
         call = bench.update(name, cell)
         try:
-            if bench.device.type == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
+            if on_gpu:
                 torch.cuda.reset_peak_memory_stats(bench.device)
             call(1)
-            if bench.device.type == "cuda":
+            if on_gpu:
                 found[name]["peak_gib"] = torch.cuda.max_memory_allocated(bench.device) / 2**30
             calls[name] = call
         except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
             found[name]["error"] = f"{type(error).__name__}: {error}"[:300]
             bench.model.zero_grad(set_to_none=True)
     times: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()  # as timeit does
     begin = time.perf_counter()
     for round_ in range(bench.options.repeats):
         for name, call in calls.items():
-            scale = cell.num_responses / bench.timed_rows(name, cell)
+            bench.model.set_attn_implementation(PROVIDERS[name][1])
+            scale = cell.num_rows / bench.timed_rows(name, cell)
             times[name].append(seconds_of(call, bench.device) * scale)
         spent = time.perf_counter() - begin
-        if spent * (round_ + 2) / (round_ + 1) > bench.options.cell_seconds:
+        if round_ >= 2 and spent * (round_ + 2) / (round_ + 1) > bench.options.cell_seconds:
             break
+    gc.enable()
     for name, values in times.items():
         ordered = sorted(values)
         at = [ordered[round(share * (len(ordered) - 1))] * 1e3 for share in (0.5, 0.2, 0.8)]
         found[name].update(time_ms=at[0], p20_ms=at[1], p80_ms=at[2], repeats=len(values))
+        found[name]["times_ms"] = [round(value * 1e3, 2) for value in values]
         found[name]["timed_rows"] = bench.timed_rows(name, cell)
         found[name]["rows_per_call"] = bench.rows_per_call(name, cell)
     return found
@@ -230,18 +256,19 @@ def rows_of(
     """JSON rows: times beside what FLOPs predict and what the planner says."""
     from flash_attn.shared_prompt.cost_model import GroupLens
 
-    group = [GroupLens(cell.prompt_len, (cell.response_len,) * cell.num_responses)]
-    num_calls = cell.num_responses // bench.rows_per_call("replicated-sdpa", cell)
-    flops = {shared: bench.flop_model.cost(group, shared=shared) for shared in (True, False)}
+    groups = [GroupLens(cell.prompt_len, (cell.response_len,) * cell.num_responses)] * cell.num_groups
+    calls = {name: cell.num_rows // bench.rows_per_call(name, cell) for name in ("shared", "replicated-sdpa")}
+    flops = {shared: bench.flop_model.cost(groups, shared=shared) for shared in (True, False)}
     config, o = bench.model.config, bench.options
     case = {
-        "model": o.model, "N": cell.num_responses, "P": cell.prompt_len, "R": cell.response_len, "groups": 1,
+        "model": o.model, "N": cell.num_responses, "P": cell.prompt_len, "R": cell.response_len,
+        "groups": cell.num_groups,
         "H": config.num_attention_heads, "Hk": config.num_key_value_heads, "dtype": o.dtype,
         "gradient_checkpointing": o.gradient_checkpointing,
     }  # fmt: skip
     common = {
         **about, "case": case, "pass": "update", "predicted_speedup": flops[False] / flops[True],
-        "verdict": "share" if bench.cost_model.pays(group, num_calls=num_calls) else "replicate",
+        "verdict": verdict(bench.cost_model, groups, calls["shared"], calls["replicated-sdpa"]),
         "cost_model": bench.cost_model.as_dict(),
     }  # fmt: skip
     rows = []
@@ -254,12 +281,20 @@ def rows_of(
     return rows
 
 
+def verdict(cost_model: Any, groups: list[Any], shared_calls: int, replicated_calls: int) -> str:
+    """The planner's word on this update, of equal micro-batches."""
+    per_call = groups[: len(groups) // shared_calls]
+    pays = cost_model.pays(per_call, num_calls=max(1, round(replicated_calls / shared_calls)))
+    return "share" if pays else "replicate"
+
+
 def print_cell(cell: Cell, found: dict[str, dict[str, Any]], row: dict[str, Any]) -> None:
     """One line: times, speed-up, its share of the prediction, and what following the planner costs."""
     times = {name: v["time_ms"] for name, v in found.items() if "time_ms" in v}
     shown = " ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())
     shown += "".join(f" {name}: {v['error'][:60]}" for name, v in found.items() if v["error"])
-    line = f"P {cell.prompt_len} N {cell.num_responses} R {cell.response_len}: {shown}"
+    name = f"P {cell.prompt_len} N {cell.num_responses} R {cell.response_len} groups {cell.num_groups}"
+    line = f"{name}: {shown}"
     replicated = [ms for name, ms in times.items() if name.startswith("replicated")]
     if "shared" in times and replicated:
         speedup = min(replicated) / times["shared"]
@@ -272,11 +307,15 @@ def print_cell(cell: Cell, found: dict[str, dict[str, Any]], row: dict[str, Any]
 
 def grid(options: argparse.Namespace) -> list[Cell]:
     """All prompt lengths with all numbers of responses."""
-    return [Cell(p, n, options.response_len) for p in options.prompt_lens for n in options.num_responses]
+    return [
+        Cell(p, n, options.response_len, options.groups)
+        for p in options.prompt_lens
+        for n in options.num_responses
+    ]
 
 
 def as_cell(text: str) -> Cell:
-    """P:N:R."""
+    """P:N:R, or P:N:R:groups."""
     return Cell(*map(int, text.split(":")))
 
 
@@ -289,19 +328,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-lens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--num-responses", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--response-len", type=int, default=512)
-    parser.add_argument("--cells", type=as_cell, nargs="+", metavar="P:N:R", help="these instead of the grid")
+    parser.add_argument(
+        "--cells", type=as_cell, nargs="+", metavar="P:N:R[:G]", help="these instead of the grid"
+    )
+    parser.add_argument("--groups", type=int, default=1, help="prompts of an update")
     default = ["shared", "replicated-sdpa", "replicated-flash_attention_2"]
     parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=default)
     parser.add_argument(
-        "--replicated-tokens", type=int, default=65536, help="of a replicated micro-batch, at most"
+        "--max-tokens", type=int, default=67584, help="of a micro-batch of either way, at most"
     )
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds, at most")
-    parser.add_argument("--cell-seconds", type=float, default=60.0, help="of rounds; one is always made")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds, at most; three at least")
+    parser.add_argument("--cell-seconds", type=float, default=60.0, help="of rounds")
     parser.add_argument(
-        "--timed-tokens", type=int, default=2**20, help="of a replicated update that run; at least 2 calls"
+        "--timed-tokens", type=int, default=2**20, help="of an update that run, in whole micro-batches"
     )
     parser.add_argument(
         "--cost-model", type=Path, metavar="FILE", help="calibration: read if there, else made and written"

@@ -45,6 +45,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-5)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
+        "--word-credit", type=float, default=0.0, help="part of the reward for the right words in any order"
+    )
+    parser.add_argument(
         "--model", metavar="PATH", help="local Hugging Face folder instead of SmolLM2-135M-Instruct"
     )
     parser.add_argument("--device", default="cpu")
@@ -61,6 +64,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--num-responses must be at least 2 (advantages compare them), got {options.num_responses}"
         )
+    if not 0 <= options.word_credit <= 1:
+        parser.error(f"--word-credit must be in [0, 1], got {options.word_credit}")
     if options.temperature <= 0:
         parser.error(f"--temperature must be above 0, got {options.temperature}")
     return options

@@ -7,8 +7,10 @@ a run begin alike but are groups of their own: only responses to the *same* ques
 
 from __future__ import annotations
 
+import re
 import sys
 import types
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +94,19 @@ class TaskSource:
         """All questions of the run, as prompts."""
         return [Task(tuple(self._encode(self._examples, e["question"])), e) for e in self._questions]
 
-    def reward(self, task: Task, response: list[int]) -> float:
-        """The verifier's score in [0, 1] of a response's first line."""
+    def reward(self, task: Task, response: list[int], word_credit: float = 0.0) -> float:
+        """The verifier's score in [0, 1] of a response's first line; `word_credit` of it for the right words.
+
+        (1 - word_credit) * score + word_credit * F1 of the answer's and the expected answer's words, in any
+        order: a small model earns something before it earns everything.
+        """
         text = self._tokenizer.decode(response, skip_special_tokens=True).strip()
-        return float(self._questions.score_answer(text.split("\n")[0].strip() if text else None, task.entry))
+        answer = text.split("\n")[0].strip() if text else None
+        score = float(self._questions.score_answer(answer, task.entry))
+        return (1 - word_credit) * score + word_credit * common_words(answer or "", task.entry["answer"])
+
+
+def common_words(answer: str, expected: str) -> float:
+    """F1 of the words (with how often they occur) of two texts: 1 where they are the same in any order."""
+    ours, wanted = (Counter(re.findall(r"\w+", text.lower())) for text in (answer, expected))
+    return 2 * (ours & wanted).total() / max(ours.total() + wanted.total(), 1)

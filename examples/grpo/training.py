@@ -54,6 +54,7 @@ class RunSettings:
     seed: int = 0
     learning_rate: float = 3e-5
     temperature: float = 1.0
+    word_credit: float = 0.0
     model: str | None = None
     device: str = "cpu"
     dtype: str = "float32"
@@ -207,7 +208,8 @@ def build_trainer(settings: RunSettings, log: Path, *, quiet: bool = False) -> A
     tasks = source.tasks()
 
     def verifier(completion_ids: list[list[int]], task: list[int], **kwargs: Any) -> list[float]:
-        return [source.reward(tasks[i], ids) for i, ids in zip(task, completion_ids, strict=True)]
+        rows = zip(task, completion_ids, strict=True)
+        return [source.reward(tasks[i], ids, settings.word_credit) for i, ids in rows]
 
     arguments = GRPOConfig(
         output_dir=str(log.parent / "checkpoints"), save_strategy="no", report_to="none", disable_tqdm=True,

@@ -26,7 +26,7 @@ def test_both_ways_train_alike_and_are_drawn(loss_type, folder, tmp_path, capsys
     from grpo_reasoning_gym import main
 
     # The tiny model never answers right: another reward, so that there is something to learn.
-    monkeypatch.setattr(TaskSource, "reward", lambda self, task, response: sum(response) % 7 / 7)
+    monkeypatch.setattr(TaskSource, "reward", lambda self, task, response, credit: sum(response) % 7 / 7)
 
     common = [
         "--model", model_path(folder), "--out", str(tmp_path), "--steps", "3", "--num-prompts", "2",
@@ -94,6 +94,14 @@ def test_means_of_the_curves():
     (found,) = summary([Run({"shared": True, "seed": 3}, steps)]).values()
     assert found["first_rewards"] == [4.5] and found["last_rewards"] == [34.5] and found["seeds"] == [3]
     assert found["median_update_seconds"] == 1.0
+
+
+def test_credit_for_the_right_words_in_any_order():
+    from grpo.tasks import common_words
+
+    assert common_words("b, a, c", "a, b, c") == common_words("A b C", "a, b, c") == 1
+    assert common_words("a, a, d", "a, b, c") == pytest.approx(1 / 3)
+    assert common_words("", "a, b, c") == 0
 
 
 def test_agreement_of_curves(tmp_path):
@@ -186,7 +194,7 @@ def test_the_update_benchmark_times_both_ways(tmp_path, capsys):
         "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--prompt-lens", "256",
         "--num-responses", "8", "--response-len", "8", "--providers",
         "shared", "replicated-sdpa", "replicated-flash_attention_2", "--repeats", "1", "--calibrate", "0",
-        "--replicated-tokens", "1100", "--out", str(out),
+        "--groups", "2", "--max-tokens", "1100", "--out", str(out),
     ])  # fmt: skip
     kept, shared, sdpa, flash = json.loads(out.read_text())
     assert kept == earlier
