@@ -33,6 +33,7 @@ import kernel_report  # noqa: E402
 import sequence_parallel_report as sp_report  # noqa: E402
 import trl_report  # noqa: E402
 import verl_report  # noqa: E402
+from plotting import pyplot  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,7 @@ def filled(text: str, block: Block) -> str:
 def draw_both(block: Block, source: Path) -> None:
     """The plot as PNG, which documents show, and as SVG."""
     assert block.draw is not None
+    pyplot()  # its settings, for plots of the examples too
     for suffix in (".png", ".svg"):
         block.draw(json.loads(source.read_text()), source.with_suffix(suffix))
 
