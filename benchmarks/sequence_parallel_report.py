@@ -27,6 +27,10 @@ class MemoryModel(NamedTuple):
         return self.constant + shrink * (self.prompt * prompt_len + self.response * num_response_tokens)
 
 
+def gpus(num: int) -> str:
+    return f"{num} GPU" + "s" * (num > 1)
+
+
 def measured(rows: Rows) -> Rows:
     return [row for row in rows if "error" not in row]
 
@@ -80,7 +84,7 @@ def efficiency(row: dict[str, Any], rows: Rows) -> float | None:
 
 
 def cells(row: dict[str, Any], rows: Rows) -> tuple[str, ...]:
-    name = f"{row['provider']}, {row['sp']} GPU" + "s" * (row["sp"] > 1)
+    name = f"{row['provider']}, {gpus(row['sp'])}"
     if "error" in row:
         return (name, row["error"].partition(":")[0], "", "", "", "")
     share, part = row.get("communication_share"), efficiency(row, rows)
@@ -128,14 +132,14 @@ def memory_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], st
     if not models:
         return "Memory was not measured."
     lines = [
-        f"{size} GPU{'s' * (size > 1)}: {m.constant:.2f} + {m.prompt * 1024:.4f} P/1024 "
+        f"{gpus(size)}: {m.constant:.2f} + {m.prompt * 1024:.4f} P/1024 "
         f"+ {m.response * 1024:.4f} N·R/1024 GiB (largest error {m.error:.1%})"
         for size, m in models.items()
     ]
     shapes = {(r["case"]["P"], r["case"]["N"] * r["case"]["R"]) for r in rows}
     most = max(n for _, n in shapes)
     sizes = [n for n in PREDICTED if n > max(models)]
-    table: list[tuple[str, ...]] = [("memory by the model, GiB", *(f"{n} GPUs" for n in (*models, *sizes)))]
+    table: list[tuple[str, ...]] = [("memory by the model, GiB", *(gpus(n) for n in (*models, *sizes)))]
     for prompt_len in sorted({p for p, n in shapes if n == most}):
         known = [models[n].gib(prompt_len, most) for n in models]
         further = [predicted(models, n, prompt_len, most) for n in sizes]
