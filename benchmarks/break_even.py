@@ -9,7 +9,6 @@ sequences of P + R rows, as flash_attn_func runs them). Copying the prompt is no
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import Case  # noqa: E402
 from providers import PROVIDERS, Pair, Problem, ours_replicated  # noqa: E402
-from run import clean, earlier_rows, environment, short  # noqa: E402
+from run import clean, earlier_rows, environment, short, write_rows  # noqa: E402
 from timing import interleaved  # noqa: E402
 
 RESPONSES = (1, 2, 4, 8, 16, 32)
@@ -52,7 +51,6 @@ def main() -> None:
     args = parser.parse_args()
     facts, path = environment(), Path(args.out)
     rows = earlier_rows(args.out, facts) if args.resume else []
-    path.parent.mkdir(parents=True, exist_ok=True)
     for count in RESPONSES:
         for ratio in RATIOS:
             case = Case(count, int(ratio * RESPONSE_LEN), RESPONSE_LEN)
@@ -65,7 +63,7 @@ def main() -> None:
             rows.append(facts | row)
             print({k: row[k] for k in row if k != "case"}, count, ratio, flush=True)
             clean()
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        write_rows(path, rows)
 
 
 if __name__ == "__main__":

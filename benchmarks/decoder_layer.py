@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import uniform_lens  # noqa: E402
 from decoder_attention import ATTENTION, Attention, Batch  # noqa: E402
-from run import clean, environment, short  # noqa: E402
+from run import clean, environment, short, write_rows  # noqa: E402
 from timing import summary  # noqa: E402
 
 PROMPTS = (8192, 16384, 32768, 4096, 65536, 2048, 1024, 131072, 262144)  # in the order they are measured
@@ -232,8 +232,7 @@ def main() -> None:
             clean()
             rows.append(facts | row)
             print({k: v for k, v in row.items() if k not in ("p20_ms", "p80_ms", "flops")}, flush=True)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+            write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

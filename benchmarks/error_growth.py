@@ -9,7 +9,6 @@ once; "two-call" rounds the parts to bf16 and adds them, "replicated" rounds eve
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import Case  # noqa: E402
 from providers import PROVIDERS, Problem  # noqa: E402
-from run import environment, packed, short  # noqa: E402
+from run import environment, packed, short, write_rows  # noqa: E402
 
 OURS = ("ours-sm90a", "ours-sm80", "ours-deterministic")
 NAMES = (*OURS, "fa2-two-call", "fa2-replicated", "cudnn-two-call", "cudnn-replicated")
@@ -79,15 +78,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Error of the prompt's gradients against fp64.")
     parser.add_argument("--out", required=True, help="JSON file; make report draws it")
     args = parser.parse_args()
-    facts, path = environment(), Path(args.out)
+    facts = environment()
     rows: list[dict[str, Any]] = []
     points = [("N", n) for n in RESPONSES] + [("ratio", ratio) for ratio in RATIOS]
     for axis, point in points:
         n, ratio = (point, 2) if axis == "N" else (8, point)
         case = Case(num_responses=n, num_heads=2 * ratio, num_heads_k=2, **BASE)
         rows += [facts | row for row in rows_of(case, axis, names_of(axis, point))]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        write_rows(Path(args.out), rows)
 
 
 if __name__ == "__main__":

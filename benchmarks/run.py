@@ -246,6 +246,18 @@ def matmul_tflops() -> float:
     return 2 * 8192**3 / interleaved({"matmul": lambda: x @ x}, 10)["matmul"].time_ms / 1e9
 
 
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One row a line, six digits."""
+
+    def short_floats(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: short_floats(x) for key, x in value.items()}
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(short_floats(row)) for row in rows) + "\n]\n")
+
+
 def earlier_rows(out: str | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of an earlier run of the same library, torch and GPU that was cut short."""
     if not out or not Path(out).exists():
@@ -297,9 +309,7 @@ def main() -> None:
 
     def save() -> None:  # after every case, so that a run cut short is not lost
         if args.out:
-            path = Path(args.out)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([facts | row for row in rows], indent=1) + "\n")
+            write_rows(Path(args.out), [facts | row for row in rows])
 
     found: dict[tuple[str, int, str, int, int, bool], str | None] = {}
     for case in cases:
