@@ -15,11 +15,11 @@ REPLICATED = ("trl-replicated-sdpa", "trl-replicated-flash_attention_2")
 
 
 def cells(rows: Rows) -> list[dict[str, dict[str, Any]]]:
-    """provider -> row of every cell, by model, R, P and N."""
+    """provider -> row of every cell, by model, groups, R, P and N."""
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         c = row["case"]
-        found.setdefault((c["model"], -c["R"], c["P"], c["N"]), {})[row["provider"]] = row
+        found.setdefault((c["model"], -c["groups"], -c["R"], c["P"], c["N"]), {})[row["provider"]] = row
     return [found[key] for key in sorted(found)]
 
 
@@ -47,12 +47,21 @@ def above_best(cell: dict[str, dict[str, Any]]) -> float | None:
 def _ms(row: dict[str, Any] | None) -> str:
     if row is None or not row.get("time_ms"):
         return "-"
-    mark = "*" if row["timed_rows"] < row["case"]["N"] else ""
+    mark = "*" if row["timed_rows"] < row["case"]["N"] * row["case"]["groups"] else ""
     return f"{row['time_ms']:,.0f}{mark}"
 
 
 def _gib(row: dict[str, Any] | None) -> str:
     return "-" if row is None or row.get("peak_gib") is None else f"{row['peak_gib']:.1f}"
+
+
+def host_bound(cell: dict[str, dict[str, Any]]) -> bool:
+    """Whether the host takes longer to launch the shared update than the predicted speed-up leaves it."""
+    best, shared = best_replicated(cell), cell["trl-shared"]
+    if best is None or not shared.get("time_ms") or shared.get("least_call_ms") is None:
+        return False
+    num_calls = shared["case"]["N"] * shared["case"]["groups"] / shared["rows_per_call"]
+    return shared["least_call_ms"] * num_calls > best / shared["predicted_speedup"]
 
 
 def _verdict(row: dict[str, Any]) -> str:
@@ -67,16 +76,17 @@ def updates(rows: Rows, table: Table) -> str:
     for model in dict.fromkeys(row["case"]["model"] for row in rows):
         own = [cell for cell in cells(rows) if cell["trl-shared"]["case"]["model"] == model]
         lines: list[tuple[str, ...]] = [(
-            f"{MODELS.get(model, model)}: P, N, R", "shared ms", "SDPA ms", "flash_attention_2 ms",
+            f"{MODELS.get(model, model)}: prompts, P, N, R", "shared ms", "SDPA ms", "flash_attention_2 ms",
             "speed-up", "of predicted", "planner", "peak GiB", "replicated",
         )]  # fmt: skip
         for cell in own:
             shared, case = cell["trl-shared"], cell["trl-shared"]["case"]
             gain = speedup(cell)
             relative = "-" if gain is None else f"{gain / shared['predicted_speedup']:.0%}"
+            relative += " (host)" if host_bound(cell) else ""
             sdpa, flash = (cell.get(name) for name in REPLICATED)
             lines.append((
-                f"{case['P']}, {case['N']}, {case['R']}", _ms(shared), _ms(sdpa), _ms(flash),
+                "{groups}, {P}, {N}, {R}".format(**case), _ms(shared), _ms(sdpa), _ms(flash),
                 "-" if gain is None else f"{gain:.2f}x", relative, _verdict(shared),
                 _gib(shared), _gib(flash),
             ))  # fmt: skip
@@ -84,10 +94,11 @@ def updates(rows: Rows, table: Table) -> str:
     tables = "\n\n".join(parts)
     return f"""\
 {first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}: loss
-and backward of one group in TRL's trainer, random weights and tokens, bf16, medians of interleaved rounds.
-Replicated updates run in micro-batches of rows (*: some of the equal micro-batches were run, and the
-time scaled). The prediction is the ratio of executed FLOPs; Qwen3 runs with checkpointing. "planner" is
-the verdict of the calibrated cost model (FLOPs: not calibrated).
+and backward in TRL's trainer, random weights and tokens, bf16, medians of interleaved rounds. Both ways run
+in micro-batches of as many tokens at most, replicated rows or whole shared groups (*: some of the equal
+micro-batches were run, and the time scaled). The prediction is the ratio of executed FLOPs; Qwen3 runs with
+checkpointing. "(host)": launching the shared update takes the host longer than the prediction leaves it.
+"planner" is the verdict of the calibrated cost model (FLOPs: not calibrated).
 
 {tables}
 
@@ -95,42 +106,43 @@ the verdict of the calibrated cost model (FLOPs: not calibrated).
 
 
 def _summary(rows: Rows) -> str:
-    large = [
-        speedup(cell) / cell["trl-shared"]["predicted_speedup"]  # type: ignore[operator]
-        for cell in cells(rows)
-        if speedup(cell) is not None and (best_replicated(cell) or 0) > 200
-    ]
-    losses = [loss for cell in cells(rows) if (loss := above_best(cell)) is not None]
-    slower = sum(1 for cell in cells(rows) if (gain := speedup(cell)) is not None and gain < 1)
+    timed = [(cell, gain) for cell in cells(rows) if (gain := speedup(cell)) is not None]
+    large = [(cell, gain) for cell, gain in timed if (best_replicated(cell) or 0) > 200]
+    parts = []
+    for bound, name in ((False, "launched in time"), (True, "bound by the host")):
+        shares = [g / c["trl-shared"]["predicted_speedup"] for c, g in large if host_bound(c) is bound]
+        if shares:
+            least = f"{sum(share >= 0.92 for share in shares)} of them at least 92%"
+            parts.append(f"{len(shares)} {name}: {min(shares):.0%} to {max(shares):.0%}, {least}")
+    losses = [loss for cell, _ in timed if (loss := above_best(cell)) is not None]
+    slower = sum(gain < 1 for _, gain in timed)
     return (
-        f"Where the replicated update takes more than 200 ms ({len(large)} cells), the speed-up over\n"
-        f"the faster replicated way is {min(large):.0%} to {max(large):.0%} of the prediction. Following\n"
-        f"the planner costs at most {max(losses):.1%} over the better way of each cell; sharing is slower\n"
-        f"in {slower} of {len(losses)} cells."
+        f"Share of the predicted speed-up, over the faster replicated way, where that takes more than\n"
+        f"200 ms ({len(large)} cells): {'; '.join(parts)}.\n"
+        f"Following the planner costs at most {max(losses):.1%} over the better way of each cell;\n"
+        f"sharing is slower in {slower} of {len(losses)} cells."
     )
 
 
 def draw_updates(rows: Rows, path: Path) -> None:
     """Speed-up, measured and predicted, of every cell."""
-    import matplotlib
+    from plotting import pyplot
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     models = list(dict.fromkeys(row["case"]["model"] for row in rows))
     figure, axes = plt.subplots(
         1, len(models), figsize=(6.5 * len(models), 3.6), squeeze=False, layout="constrained"
     )
     for axis, model in zip(axes[0], models, strict=True):
         own = [c for c in cells(rows) if c["trl-shared"]["case"]["model"] == model and speedup(c) is not None]
-        names = ["{P},{N},{R}".format(**c["trl-shared"]["case"]) for c in own]
+        names = ["{groups}: {P},{N},{R}".format(**c["trl-shared"]["case"]) for c in own]
         at = range(len(own))
         axis.bar(at, [speedup(c) for c in own], color="#1f6fb2", label="measured")
         predicted = [c["trl-shared"]["predicted_speedup"] for c in own]
         axis.plot(at, predicted, "_", color="black", markersize=14, label="predicted by FLOPs")
         axis.axhline(1, color="#888888", linewidth=0.8)
         axis.set_xticks(at, names, rotation=60, ha="right", fontsize=7)
-        axis.set_title(f"{MODELS.get(model, model)}: policy update, P,N,R")
+        axis.set_title(f"{MODELS.get(model, model)}: policy update, prompts: P,N,R")
         axis.set_ylabel("times as fast as replicated")
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)

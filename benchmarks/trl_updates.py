@@ -128,6 +128,7 @@ class Bench:
             trainer.current_gradient_accumulation_steps = 1
         self.model.train()
         self.cost_model = self.trainers["shared"]._cost_model
+        self._least: dict[str, float | None] = {}
         self.flop_model = executed_flops(self.cost_model, options.gradient_checkpointing)
 
     def calibrate(self, seconds: float) -> None:
@@ -195,6 +196,18 @@ class Bench:
                 raise RuntimeError(f"not shared: {next(iter(trainer.sharing.fallbacks))}")
 
         return run
+
+    def least_ms(self, provider: str) -> float | None:
+        """The time of a micro-batch too small for the GPU to matter: what the host takes to launch one."""
+        if provider not in self._least:
+            call = self.update(provider, Cell(32, 2, 8))
+            try:
+                self.model.set_attn_implementation(PROVIDERS[provider][1])
+                times = sorted(seconds_of(call, self.device) for _ in range(6))
+                self._least[provider] = times[2] * 1e3
+            except (RuntimeError, NotImplementedError, ImportError, ValueError):
+                self._least[provider] = None  # `measure` says why
+        return self._least[provider]
 
 
 def seconds_of(call: Callable[[], None], device: torch.device) -> float:
@@ -275,6 +288,7 @@ def rows_of(
     for name, values in found.items():
         shared = PROVIDERS[name][0] == "shared"
         entry = {**common, "provider": f"trl-{name}", "flops": flops[shared], "peak_gib": None, **values}
+        entry["least_call_ms"] = bench.least_ms(name)
         if values.get("time_ms"):
             entry["tflops"] = flops[shared] / values["time_ms"] / 1e9
         rows.append(entry)
