@@ -29,8 +29,9 @@ def error_growth(rows: Rows, markdown_table: Table) -> str:
     sizes = f"P={case['P']}, R={case['R']}, d={case['d']}, {case['dtype']}"
     parts = [
         f"""\
-{machine_of(rows[0])}; {sizes}; relative rms error of
-the prompt's dK / dV against fp64, in 1e-3. Ours sums in fp32 over all responses and query heads."""
+{machine_of(rows[0])};
+{sizes}; relative rms error of the prompt's dK / dV against fp64, in 1e-3. Ours sums in fp32 over all
+responses and query heads."""
     ]
     for axis, title in (("N", "responses"), ("ratio", "query heads of a key head (N=8)")):
         chosen = [row for row in rows if row["axis"] == axis]
@@ -49,20 +50,26 @@ the prompt's dK / dV against fp64, in 1e-3. Ours sums in fp32 over all responses
 def draw_error_growth(rows: Rows, path: Path) -> None:
     """dK's error over the number of responses and over the GQA ratio."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     labels = (("N", "responses on one prompt"), ("ratio", "query heads of a key head"))
+    names = list(dict.fromkeys(row["provider"] for row in rows))
     for axis, (kind, label) in zip(axes, labels, strict=True):
-        for name in dict.fromkeys(row["provider"] for row in rows):
+        ticks = sorted({_axis(row) for row in rows if row["axis"] == kind})
+        for index, name in enumerate(names):
             chosen = [r for r in rows if r["axis"] == kind and r["provider"] == name and "dk" in r]
             points = sorted((_axis(row), row["dk"]) for row in chosen)
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+            style = dict(color=f"C{index % 10}", marker="osv^D"[index % 5], markersize=4)
+            if points:
+                axis.plot(
+                    *zip(*points, strict=True), linestyle="-" if index < 10 else "--", label=name, **style
+                )
         axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, list(map(str, ticks)))
         axis.set_xlabel(label)
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("relative rms error of dK, prompt rows")
-    axes[0].legend(fontsize=7, frameon=False, loc="lower left")
-    figure.tight_layout()
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, frameon=False, loc="outside right center")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

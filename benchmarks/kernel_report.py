@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,12 @@ def not_run(rows: Rows) -> str:
 def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
     first = rows[0]
     c = next((r["case"] for r in rows if "N" in r["case"]), first["case"])
+    dtype = "bf16" if all(row["case"]["dtype"] == "bf16" for row in rows) else "bf16 or, where named, fp16"
     software = f"driver {first['driver']}, CUDA {first['cuda']}, torch {first['torch']}"
     software += f", commit {first.get('commit', 'unknown')[:12]}"
     return f"""\
-{first["gpu"]}, {software}, {first["date"]}; H={c["H"]}, Hk={c["Hk"]}, {c["dtype"]}, causal. All providers are
+{first["gpu"]}, {software}, {first["date"]};
+H={c["H"]}, Hk={c["Hk"]}, {dtype}, causal. All providers are
 interleaved in one process; medians. TFLOP/s count every visible (query, key) pair once and prompts once:
 forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. Memory is the backward's: most that was
 allocated, inputs included, and what was neither there before nor returned. A dense bf16 matrix product of
@@ -178,10 +181,9 @@ def layers_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], st
     """`run.py --cases gemma4`: attention of Gemma-4-31B's layers."""
     first = rows[0]
     ratios = window_ratios(rows)
-    windows = "" if not ratios else (
-        "\nTime of the windowed layer over that of its own pairs at the rate without a window:\n"
-        + ", ".join(ratios) + "."
-    )  # fmt: skip
+    sentence = "Time of the windowed layer over that of its own pairs at the rate without a window: "
+    sentence += f"{', '.join(ratios)}."
+    windows = "\n" + textwrap.fill(sentence, 110, break_on_hyphens=False) if ratios else ""
     where = f"{first['gpu']}, CUDA {first['cuda']}, torch {first['torch']}, {first['date']}"
     case = first["case"]
     return f"""\
@@ -216,7 +218,7 @@ def draw(rows: Rows, path: Path) -> None:
                 heights = [p.get(name, {}).get(direction, {}).get("tflops") or 0 for p in cases.values()]
                 places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(cases))]
                 axis.bar(places, heights, width, label=name)
-            labels = [case.replace(", ", "\n") for case in cases]
+            labels = [case.replace("(131, ", "(131,").replace(", ", "\n") for case in cases]
             axis.set_xticks(range(len(cases)), labels, fontsize=7)
             axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0][0].get_legend_handles_labels()
