@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from tiny import arguments, model_path, train
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -49,13 +48,6 @@ def run(
         extra["shared_prompt"] = SharedPromptSettings(**settings)
     trainer_class = parent if side == "parent" else shared
     return train(trainer_class, arguments(out, config, **changes), model_path(folder, kind), **extra)
-
-
-def parameter_error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """|a - b| / |a| over all parameters together."""
-    assert a.keys() == b.keys()
-    difference = sum(float((a[k] - b[k]).double().square().sum()) for k in a)
-    return (difference / sum(float(a[k].double().square().sum()) for k in a)) ** 0.5
 
 
 def assert_same_logs(

@@ -13,7 +13,8 @@ import torch
 # module of that name, but one without a file of its own.
 _trl = importlib.util.find_spec("trl")
 collect_ignore_glob = ["*"] if _trl is None or _trl.origin is None else []
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "shared_by_frameworks")]
 
 
 @pytest.fixture(autouse=True, scope="session")

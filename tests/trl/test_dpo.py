@@ -7,11 +7,11 @@ import copy
 
 import pytest
 import torch
-from compare import parameter_error
 from datasets import Dataset
 from peft import LoraConfig
 from tiny import VOCAB, Steps, arguments, model_path, tokenizer
 from trl import DPOConfig, DPOTrainer
+from two_processes import parameter_error
 
 from flash_attn.integrations.trl import SharedPromptDPOTrainer, SharedPromptWarning
 

@@ -10,9 +10,10 @@ import copy
 
 import pytest
 import torch
-from compare import METRICS, assert_same_logs, assert_shared, parameter_error, run
+from compare import METRICS, assert_same_logs, assert_shared, run
 from peft import LoraConfig
 from trl import GRPOTrainer
+from two_processes import parameter_error
 
 MOE = {"kind": "qwen3_moe", "router_aux_loss_coef": 0.1}
 ENTROPY = {"top_entropy_quantile": 0.5, "entropy_coef": 0.01}

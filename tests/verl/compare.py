@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from tiny import log_probs, make_batch, make_worker, model_path, parameters, update
+from two_processes import parameter_error
 
 METRICS = ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss", "kl_loss")
 LENS = [(20, [5, 9, 1, 7]), (13, [8, 3, 6, 12]), (1, [4, 5, 2, 3]), (31, [2, 2, 15, 1])]
@@ -68,10 +69,7 @@ def assert_same(plain: Run, shared: Run, tolerance: float = 2e-5) -> None:
 
 
 def assert_same_parameters(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """|a - b| <= 1e-4 |a| over all parameters together."""
-    assert a.keys() == b.keys()
-    difference = sum(float((a[k] - b[k]).double().square().sum()) for k in a)
-    assert (difference / sum(float(a[k].double().square().sum()) for k in a)) ** 0.5 <= 1e-4
+    assert parameter_error(a, b) <= 1e-4
 
 
 def assert_shared(shared: Run) -> None:

@@ -16,7 +16,10 @@ import torch
 _verl = importlib.util.find_spec("verl")
 collect_ignore_glob = ["*"] if _verl is None or _verl.origin is None else []
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "examples" / "verl")]
+sys.path[:0] = [
+    str(folder)
+    for folder in (HERE, HERE.parent / "shared_by_frameworks", HERE.parents[1] / "examples" / "verl")
+]
 if not collect_ignore_glob:
     # pytest puts tests/ there, in which veRL would take the folder trl for the package.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != HERE.parent]

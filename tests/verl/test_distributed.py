@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from compare import METRICS, assert_same_parameters
 from tiny import model_path
+from two_processes import result_of, run_cases
 
 CASES = [
     "data_parallel", "any_partition", "dynamic", "errors", "sequence_parallel",
     "sequence_parallel_one_key_head", "sequence_parallel_fallback", "sequence_parallel_fused",
 ]  # fmt: skip
-TIMEOUT_S = 170  # a hang is a failure, not a wait
+TIMEOUT_S = 170
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
-    """All cases in one launch, because importing the frameworks takes longer than the cases."""
     folder = tmp_path_factory.mktemp("distributed")
     for kind in ("qwen3", "one_key_head"):
         model_path(folder, kind)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    worker = str(Path(__file__).parent / "worker.py")
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    with logs[0].open("w") as out0, logs[1].open("w") as out1:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, worker, str(folder), str(rank), port, *CASES], stdout=out, stderr=out
-            )
-            for rank, out in enumerate((out0, out1))
-        ]
-        try:
-            for process in processes:
-                process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass  # the missing result says which case hung
-        finally:
-            for process in processes:
-                process.kill()
-    for rank, log in enumerate(logs):
-        print(f"process {rank}:\n{log.read_text()[-3000:]}")
+    run_cases(Path(__file__).parent / "worker.py", folder, CASES, TIMEOUT_S)
     return folder
 
 
@@ -62,15 +38,13 @@ def assert_same_step(plain: dict, shared: dict) -> None:
 
 
 def test_an_error_of_one_rank_is_raised_by_all(results):
-    found = torch.load(results / "errors.pt", weights_only=False)
+    found = result_of("errors", results)
     assert found["error"] == "another rank cannot split its rows into micro-batches: see its error"
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "errors"])
 def test_two_processes_equal_the_plain_engine(case, results):
-    path = results / f"{case}.pt"
-    assert path.exists(), "the processes failed or hung in this case or before it: see the captured output"
-    found = torch.load(path, weights_only=False)
+    found = result_of(case, results)
     plain, shared = found.pop("sdpa"), found["dualkv"]
     if case != "any_partition":  # there the ranks hold other rows
         torch.testing.assert_close(plain["log_probs"], shared["log_probs"], rtol=1e-5, atol=1e-5)
