@@ -1,0 +1,57 @@
+"""How benchmarks count work, check providers once, time slow calls less often, and resume."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import decoder_layer
+import run
+import timing
+from cases import Case, uniform_lens
+
+
+def test_work_of_ragged_responses_is_the_sum_over_them():
+    ragged = Case(3, 1000, 400, num_heads=2, head_dim=8, ragged=True)
+    lens = ragged.response_lens
+    assert len(set(lens)) == 3 and all(131 <= r <= 400 for r in lens)
+    pairs = 1000**2 / 2 + sum(1000 * r + r * r / 2 for r in lens)
+    assert ragged.forward_flops() == 4 * 2 * 8 * pairs and ragged.total == 1000 + sum(lens)
+    assert ragged.row()["ragged"] and "ragged" not in Case(3, 1000, 400).row()
+    assert uniform_lens(8, 2048)[:3] == uniform_lens(3, 2048)  # larger micro-batches hold the smaller
+
+
+def test_a_provider_is_checked_once_for_all_processes(tmp_path, monkeypatch):
+    found = {"right": None, "wrong": "dk is wrong"}
+    calls = []
+    monkeypatch.setattr(run, "what_is_wrong", lambda name, case: (calls.append(name), found[name])[1])
+    for _ in range(2):
+        for name, text in found.items():
+            assert run.checked(name, Case(2, 8, 8), "library a", tmp_path / "checks") == text
+    assert calls == ["right", "wrong"]
+    assert run.checked("wrong", Case(2, 8, 8), "library b", tmp_path / "checks") == "dk is wrong"
+    assert run.checked("right", Case(2, 8, 8, head_dim=64), "library a", tmp_path / "checks") is None
+    assert len(calls) == 4
+
+
+def test_slow_calls_run_fewer_rounds(monkeypatch):
+    times = {"fast": 1.0, "slow": timing.SLOW_MS + 1}
+    monkeypatch.setattr(timing, "once", lambda call: call())
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    got = timing.interleaved({name: lambda ms=ms: ms for name, ms in times.items()}, repeats=7)
+    assert (got["fast"].rounds, got["slow"].rounds) == (7, timing.SLOW_ROUNDS)
+    assert (got["fast"].time_ms, got["slow"].time_ms) == (1.0, timing.SLOW_MS + 1)
+
+
+def test_what_a_resumed_run_keeps(tmp_path):
+    facts = {"gpu": "a", "driver": "1", "torch": "2", "library": "x", "commit": "c"}
+    rows = [facts | {"provider": name, "time_ms": 1.23456789} for name in ("ours", "fa2-replicated")]
+    run.write_rows(tmp_path / "rows.json", rows)
+    assert [row["time_ms"] for row in json.loads((tmp_path / "rows.json").read_text())] == [1.23457] * 2
+    assert len(run.earlier_rows(str(tmp_path / "rows.json"), facts)) == 2
+    assert run.earlier_rows(str(tmp_path / "rows.json"), facts | {"library": "y"}) == []
+    assert [decoder_layer.still_holds(row, facts | {"library": "y"}) for row in rows] == [False, True]
+    assert not any(decoder_layer.still_holds(row, facts | {"gpu": "b"}) for row in rows)
