@@ -82,7 +82,7 @@ forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. Memory is the 
 allocated, inputs included, and what was neither there before nor returned. A dense bf16 matrix product of
 8192³ ran at {first["matmul_tflops"]} TFLOP/s in the same run.
 
-{table(rows, markdown_table)}{not_run(rows)}"""
+{plain(rows, markdown_table)}{table(rows, markdown_table)}{not_run(rows)}"""
 
 
 FA4 = ("fa4-two-call", "fa4-gather", "fa4-block-sparse")
@@ -161,6 +161,23 @@ kernels (prompt, responses on the prompt, responses on themselves, merged).
 forward and backward together are fastest. Bold: a peer wins. `benchmarks/README.md` has every row.
 
 {markdown_table(lines)}"""
+
+
+def plain(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
+    """Without a shared prompt: times as fast as torch's FlashAttention-2, bold where it wins."""
+    found = merged([row for row in rows if "B" in row["case"]])
+    if not found:
+        return ""
+    heads = [f"{path} {direction}" for path in ("sm_90a", "sm_80") for direction in ("forward", "backward")]
+    lines: list[tuple[str, ...]] = [("plain attention, times as fast as FA2", *heads)]
+    for case, providers in found.items():
+        ratios = [
+            _ratio(_time(providers.get("fa2", {}), direction), _time(providers.get(name, {}), direction))
+            for name in ("ours-sm90a", "ours-sm80")
+            for direction in ("fwd", "bwd")
+        ]
+        lines.append((case, *ratios))
+    return f"{markdown_table(lines)}\n\n"
 
 
 def window_ratios(rows: Rows) -> list[str]:

@@ -67,6 +67,13 @@ def test_a_peer_that_wins_is_shown():
     assert "| N=8, P=1024, R=256, d=128 | 100 / 25 | 67 / 28 | 1.50x | **0.90x** | 1.32x |" in text
 
 
+def test_plain_attention_is_compared_with_flash_attention_2():
+    case = {"B": 16, "S": 500, "causal": True, "H": 32, "Hk": 8, "d": 128, "dtype": "bf16"}
+    rows = kernel_rows(case, fa2=(1.0, 3.0), ours_sm80=(0.8, 4.0))
+    text = kernel_report.text(rows, markdown_table)
+    assert "| B=16, S=500, causal, d=128 | - | - | 1.25x | **0.75x** |" in text
+
+
 def test_who_did_not_run_is_named(tmp_path):
     lost = FACTS | {
         "case": CASE | {"ragged": True},
