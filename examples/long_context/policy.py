@@ -26,7 +26,8 @@ class Policy(torch.nn.Module):
 
     def forward(self, batch: ulysses.ShardedBatch | PackedBatch, temperature: float) -> torch.Tensor:
         """(n,) log-probs of every response token, on every rank, in pack order."""
-        return log_probs_of_batch(self.model, batch, temperature=temperature, compute_entropy=False).log_probs
+        found = log_probs_of_batch(self.model, batch, temperature=temperature, compute_entropy=False)
+        return found.log_probs.clone()  # FSDP2 warns of outputs that are views
 
 
 def materialize(module: torch.nn.Module, device: torch.device, generator: torch.Generator) -> None:
