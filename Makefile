@@ -9,12 +9,13 @@ ARGS   ?=
 BIN   := $(VENV)/bin
 TRL_VENV := $(VENV)-trl
 VERL_VENV := $(VENV)-verl
+OPENRLHF_VENV := $(VENV)-openrlhf
 PIP   := bin/python -m pip install --quiet --disable-pip-version-check
 GPU   = $(shell nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr 'A-Z ' 'a-z_')
 LOCAL_TESTS := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-trl test-verl test-gpu install wheel kernels bench bench-full report lint clean
+.PHONY: help demo test test-trl test-verl test-openrlhf test-gpu install wheel kernels bench bench-full report lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -30,6 +31,9 @@ test-trl: $(TRL_VENV)/trl.stamp  ## the tests of the TRL trainers, in an environ
 
 test-verl: $(VERL_VENV)/verl.stamp  ## the tests of the veRL plug-in, in an environment of their own
 	$(VERL_VENV)/bin/python -m pytest tests/verl -n 2 --dist loadfile -m "$(LOCAL_TESTS)" $(ARGS)
+
+test-openrlhf: $(OPENRLHF_VENV)/openrlhf.stamp  ## the tests of the OpenRLHF launcher, in an environment of their own (Python 3.11)
+	$(OPENRLHF_VENV)/bin/python -m pytest tests/openrlhf -m "$(LOCAL_TESTS)" $(ARGS)
 
 test-gpu:  ## the GPU tests, both code paths and the composed backend, in the Python that runs; writes benchmarks/results/<gpu>/tests*.json
 	@nvidia-smi > /dev/null || { echo "make test-gpu needs an NVIDIA GPU"; exit 1; }
@@ -69,7 +73,7 @@ lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/mypy
 
 clean:  ## remove what the other targets made, the environment too
-	rm -rf "$(VENV)" "$(TRL_VENV)" "$(VERL_VENV)" build dist out flash_attn/_C.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf "$(VENV)" "$(TRL_VENV)" "$(VERL_VENV)" "$(OPENRLHF_VENV)" build dist out flash_attn/_C.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and by version, so that no resolver picks a newer one of several gigabytes; then this package without
@@ -91,6 +95,11 @@ $(TRL_VENV)/trl.stamp: $(TRL_VENV)/base.stamp requirements/tasks.txt requirement
 $(VERL_VENV)/verl.stamp: $(VERL_VENV)/base.stamp requirements/verl.txt requirements/verl-no-deps.txt
 	$(VERL_VENV)/$(PIP) -r requirements/verl.txt
 	$(VERL_VENV)/$(PIP) --no-deps -r requirements/verl-no-deps.txt
+	@touch $@
+
+$(OPENRLHF_VENV)/openrlhf.stamp: $(OPENRLHF_VENV)/base.stamp requirements/openrlhf.txt requirements/openrlhf-no-deps.txt
+	$(OPENRLHF_VENV)/$(PIP) -r requirements/openrlhf.txt
+	DS_BUILD_OPS=0 $(OPENRLHF_VENV)/$(PIP) --no-deps --no-build-isolation -r requirements/openrlhf-no-deps.txt
 	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/base.stamp requirements/tasks.txt requirements/demo-no-deps.txt

@@ -41,12 +41,14 @@ _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def unwrap(model: Any) -> Any:
-    """The transformers model inside DDP, torch.compile and PEFT wrappers."""
+    """The transformers model inside DDP, DeepSpeed, torch.compile and PEFT wrappers."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif isinstance(model, torch.nn.parallel.DistributedDataParallel) or hasattr(
-            model, "_fsdp_wrapped_module"
+        elif (
+            isinstance(model, torch.nn.parallel.DistributedDataParallel)
+            or hasattr(model, "_fsdp_wrapped_module")
+            or hasattr(type(model), "zero_optimization_stage")
         ):
             model = model.module
         elif hasattr(model, "get_base_model"):
