@@ -14,6 +14,7 @@ from types import ModuleType
 
 LEFT_OUT = {
     "flash_attn.flash_attn_triton": "flash_attn.flash_attn_func",
+    "flash_attn.flash_attn_triton_amd": "flash_attn.flash_attn_func on NVIDIA GPUs",
     "flash_attn.flash_attn_triton_og": "flash_attn.flash_attn_func",
     "flash_attn.flash_blocksparse_attention": "torch.nn.attention.flex_attention",
     "flash_attn.flash_blocksparse_attn_interface": "torch.nn.attention.flex_attention",

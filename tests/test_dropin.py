@@ -99,6 +99,12 @@ SURFACE: dict[str, dict[str, str | None]] = {
         "all_gather": "input_, process_group",
         "reduce_scatter": "input_, process_group",
         "all_reduce": "input_, process_group",
+        "all_gather_raw": "input_, process_group, async_op=False",
+        "reduce_scatter_raw": "input_, process_group, async_op=False",
+        "all_reduce_raw": "input_, process_group, async_op=False",
+        "sync_shared_params": "model, process_group",
+        "allreduce_sequence_parallel_grad": "model, process_group",
+        "get_dim_for_local_rank": "dim, world_size, local_rank, multiple_of=1",
     },
     # TransformerEngine
     "flash_attn_2_cuda": {
@@ -212,7 +218,41 @@ def _rank(rank: int, file: str) -> None:
     assert torch.equal(grad, weight[:2])
     with pytest.raises(ValueError, match="rows must divide by the 2 ranks, got 3"):
         distributed.reduce_scatter(torch.zeros(3, 1), group)
+    _parameters_and_gradients(rank, group)
     dist.destroy_process_group()
+
+
+def _parameters_and_gradients(rank: int, group: Any) -> None:
+    """Marked ones only, in the order of their names; ranks hold them in different orders."""
+    model = torch.nn.Module()
+    for name in ("a", "b", "c", "d")[:: 1 if rank else -1]:
+        model.register_parameter(name, torch.nn.Parameter(torch.full((2,), ord(name) + 100.0 * rank)))
+    model.b._shared_params = model.d._shared_params = True
+    distributed.sync_shared_params(model, group)
+    after = {name: float(p[0].detach()) for name, p in model.named_parameters()}
+    assert after == {"a": 97 + 100.0 * rank, "b": 98.0, "c": 99 + 100.0 * rank, "d": 100.0}
+
+    distributed.allreduce_sequence_parallel_grad(model, group)  # nothing is marked: no call
+    for i, parameter in enumerate(("a", "b", "c", "d")):
+        getattr(model, parameter).grad = torch.arange(2.0) + 10 * rank + i
+    model.a._sequence_parallel = model.c._sequence_parallel = model.d._sequence_parallel = True
+    model.d.grad = None
+    distributed.allreduce_sequence_parallel_grad(model, group)
+    own = torch.arange(2.0) + 10 * rank
+    for i, (name, summed) in enumerate({"a": True, "b": False, "c": True}.items()):
+        expected = 2 * torch.arange(2.0) + 10 + 2 * i if summed else own + i
+        assert torch.equal(getattr(model, name).grad, expected), name
+    assert model.d.grad is None
+
+
+@pytest.mark.parametrize(
+    ("dim", "world_size", "multiple_of", "shares"),
+    [(12, 4, 1, [3, 3, 3, 3]), (10, 4, 1, [3, 3, 2, 2]), (48, 3, 8, [16, 16, 16]), (40, 3, 8, [16, 16, 8])],
+)
+def test_shares_of_a_dimension(dim: int, world_size: int, multiple_of: int, shares: list[int]) -> None:
+    share = distributed.get_dim_for_local_rank
+    found = [share(dim, world_size, rank, multiple_of) for rank in range(world_size)]
+    assert found == shares and sum(found) == dim
 
 
 def test_collectives(tmp_path: Path) -> None:

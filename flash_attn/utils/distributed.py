@@ -75,3 +75,41 @@ def reduce_scatter(input_: Tensor, process_group: Any) -> Tensor:
 def all_reduce(input_: Tensor, process_group: Any) -> Tensor:
     """Sum over ranks; the gradient passes unchanged."""
     return _AllReduce.apply(input_, process_group)
+
+
+def sync_shared_params(model: torch.nn.Module, process_group: Any) -> None:
+    """Gives every rank the group's first rank's values of the parameters that have `_shared_params = True`.
+
+    They are sent in the order of their names: ranks may hold different numbers of other parameters.
+    """
+    source = dist.get_global_rank(process_group, 0)
+    for _, parameter in sorted(_marked(model, "_shared_params")):
+        with torch.no_grad():
+            dist.broadcast(parameter, src=source, group=process_group)
+
+
+def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: Any) -> None:
+    """Sums over ranks the gradients of the parameters that have `_sequence_parallel = True`, in one call.
+
+    Each rank of a sequence-parallel group has seen its part of the sequence only. All ranks must have the
+    same of these gradients; parameters without one are left out.
+    """
+    grads = [p.grad for _, p in sorted(_marked(model, "_sequence_parallel")) if p.grad is not None]
+    if not grads:
+        return
+    with torch.no_grad():
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=process_group)
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _marked(model: torch.nn.Module, mark: str) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if getattr(p, mark, False)]
+
+
+def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
+    """This rank's share of `dim` in units of `multiple_of`; the first ranks take one unit more where the
+    units do not divide by `world_size`."""
+    units, more = divmod(dim // multiple_of, world_size)
+    return (units + (local_rank < more)) * multiple_of
