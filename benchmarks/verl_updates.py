@@ -80,7 +80,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--prompt-len", type=int, default=8192)
     parser.add_argument("--responses", type=int, nargs=2, default=(131, 2048), help="least and most tokens")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--micro-batches", type=int, nargs="*", default=[4, 8])
     parser.add_argument("--num-micro-batches", type=int, default=1, help="per mini-batch and rank")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS)[:3])
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
