@@ -1,7 +1,7 @@
 """Build script: metadata is static in pyproject.toml; this only adds the CUDA library where one is built.
 
 What is built, and when: csrc/flash_attn/build_support.py. The library holds no Python symbols: one wheel
-serves every Python (tag py3-none-<platform>).
+serves every Python (tag py3-none-<platform>; the platform is the oldest Linux that has what it needs).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc" / "flash_attn"))
 
 import build_support  # noqa: E402
+import manylinux  # noqa: E402
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
@@ -50,7 +51,12 @@ class Wheel(bdist_wheel):
     """py3-none-<platform> with the library, py3-none-any without."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2] if self.distribution.ext_modules else "any")
+        if not self.distribution.ext_modules:
+            return ("py3", "none", "any")
+        platform = super().get_tag()[2]
+        build = self.get_finalized_command("build_ext")
+        library = Path(build.get_ext_fullpath("flash_attn._C"))  # type: ignore[attr-defined]
+        return ("py3", "none", manylinux.platform_tag(library, platform) if library.exists() else platform)
 
 
 def extensions() -> list[Extension]:

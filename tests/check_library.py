@@ -1,7 +1,7 @@
 """Checks a compiled library without a GPU.
 
 It loads under a CPU-only torch, holds no C++ symbols of torch or Python, links no CUDA runtime, and its code
-uses the tensor cores of each arch.
+uses the tensor cores of each arch; it is small enough, and every Linux of its platform tag can load it.
 
     python tests/check_library.py build/check/_C.so
 """
@@ -17,6 +17,13 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "csrc" / "flash_attn"))
+
+import manylinux
+
+MAX_BYTES = 100 * 2**20
+# Libraries of every Linux (PEP 600), and torch's, which are loaded before.
+LINKED = r"lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s|torch|torch_cpu)\.so[.\d]*|ld-linux-[\w-]+\.so\.\d"
 OPS = ("plan", "fwd", "bwd", "built", "build_id", "unsupported")
 # arch of the machine code -> instructions that a main kernel of this arch must hold
 AMPERE = ("HMMA.16816", "LDSM", "LDGSTS")
@@ -33,8 +40,17 @@ def check_symbols(library: str) -> None:
     assert not foreign, f"symbols of torch's C++ or Python: {foreign[:5]}"
     needed = re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "-d", library))
     assert not [n for n in needed if "cuda" in n], f"linked with CUDA libraries: {needed}"
+    foreign = [n for n in needed if not re.fullmatch(LINKED, n)]
+    assert not foreign, f"linked with libraries that a Linux need not have: {foreign}"
     assert "libtorch.so" in needed, needed
     print("symbols: stable ABI only;", len(needed), "libraries linked")
+
+
+def check_platform(library: str) -> None:
+    size, tag = Path(library).stat().st_size, manylinux.platform_tag(Path(library), "linux_x86_64")
+    assert size <= MAX_BYTES, f"{size} bytes, allowed are {MAX_BYTES}"
+    assert tag.startswith("manylinux"), f"needs {manylinux.needed_versions(Path(library))}"
+    print(f"{size / 2**20:.0f} MiB; {tag}")
 
 
 def check_load(library: str) -> None:
@@ -81,5 +97,6 @@ def check_sass(library: str) -> None:
 if __name__ == "__main__":
     path = str(Path(sys.argv[1]).resolve())
     check_symbols(path)
+    check_platform(path)
     check_load(path)
     check_sass(path)

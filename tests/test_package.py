@@ -109,6 +109,54 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+FAKE_LIBRARY = b"\x7fELF\0GLIBC_2.17\0GLIBC_2.34\0GLIBC_PRIVATE\0GLIBCXX_3.4.29\0CXXABI_1.3.9\0"
+
+
+def test_a_wheel_with_a_library_says_which_linux_it_needs(checkout, tmp_path):
+    """Built by the backend, the compiler's part replaced."""
+    library = tmp_path / "library.so"
+    library.write_bytes(FAKE_LIBRARY)
+    script = (
+        "import pathlib, sys\n"
+        "sys.path.insert(0, 'csrc/flash_attn')\n"
+        "import build_support\n"
+        f"build_support.build = lambda options, folder: pathlib.Path({str(library)!r})\n"
+        "sys.argv = ['setup.py', '-q', 'bdist_wheel', '--dist-dir', sys.argv[1]]\n"
+        "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), {'__file__': 'setup.py'})\n"
+    )
+    env = {"FLASH_ATTN_CUDA_ARCHS": "80", "FLASH_ATTENTION_SKIP_CUDA_BUILD": ""}
+    python("-c", script, str(tmp_path / "dist"), cwd=checkout, **env)
+    (path,) = (tmp_path / "dist").glob("*.whl")
+    tag = f"manylinux_2_34_{os.uname().machine}"
+    assert path.name == f"flash_attn-{PROJECT['version']}-py3-none-{tag}.whl"
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("flash_attn/_C.so") == FAKE_LIBRARY
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/WHEEL")]
+        lines = archive.read(name).decode().splitlines()
+    assert f"Tag: py3-none-{tag}" in lines and "Root-Is-Purelib: false" in lines
+
+
+@pytest.mark.parametrize(
+    ("needs", "tag"),
+    [
+        (["GLIBC_2.17"], "manylinux_2_17_x86_64"),
+        (["GLIBC_2.2.5", "GLIBC_2.28", "GLIBCXX_3.4.24"], "manylinux_2_28_x86_64"),
+        (["GLIBC_2.17", "GLIBCXX_3.4.30"], "manylinux_2_35_x86_64"),
+        (["GLIBC_2.3.4", "CXXABI_1.3.12"], "manylinux_2_31_x86_64"),
+        (["GLIBC_2.99"], "linux_x86_64"),
+        ([], "linux_x86_64"),
+    ],
+)
+def test_platform_tags(needs, tag, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "csrc" / "flash_attn"))
+    import manylinux
+
+    library = tmp_path / "library.so"
+    library.write_bytes(b"\0" + b"\0".join(name.encode() for name in [*needs, ""]))
+    assert manylinux.platform_tag(library, "linux_x86_64") == tag
+    assert manylinux.platform_tag(library, "macosx_14_0_arm64") == "macosx_14_0_arm64"
+
+
 def test_an_installed_wheel_is_the_distribution_that_others_look_for(wheel, tmp_path):
     """After `pip install --no-deps`: which distribution owns the module flash_attn, and does it run?"""
     python(
