@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
     args = parser.parse_args()
     begin, facts, shape = time.monotonic(), environment(), Shape()
+    facts["gpu_uuid"] = str(torch.cuda.get_device_properties(0).uuid)[:8]
     rows: list[dict[str, Any]] = []
     if args.resume and args.out.exists():
         rows = [row for row in json.loads(args.out.read_text()) if still_holds(row, facts)]

@@ -131,18 +131,24 @@ def memory_text(rows: Rows, cells: Cells, table: Table) -> str:
     return table(lines)
 
 
+def run_of(row: dict[str, Any]) -> tuple[str | None, str]:
+    return row.get("gpu_uuid"), row["commit"]
+
+
 def text(rows: Rows, table: Table) -> str:
     """Time, against whom, out of memory, memory."""
     cells, first = cells_of(rows), rows[0]
     errors = {
         row["provider"]: row["error"] for row in rows if row.get("error") and not row.get("out_of_memory")
     }
+    others = sorted({row["provider"] for row in rows if run_of(row) != run_of(first)})
+    apart = f"\nMeasured in other runs, on GPUs of the same kind: {', '.join(others)}." if others else ""
     missing = "".join(f"\n{name} did not run: {error}." for name, error in errors.items())
     return f"""\
 {machine_of(first)}.
 One decoder layer of Qwen3-8B's shape, forward and backward, bf16, one prompt of P tokens and responses of
 U(131, 2048). Milliseconds of ours; then how many times as long the fastest other way takes, and which it is.
-Bold: it is faster than ours.{missing}
+Bold: it is faster than ours.{apart}{missing}
 
 {table(grid(cells, versus_peer))}
 
