@@ -72,12 +72,14 @@ def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> 
     first = rows[0]
     c = next((r["case"] for r in rows if "N" in r["case"]), first["case"])
     dtype = "bf16" if all(row["case"]["dtype"] == "bf16" for row in rows) else "bf16 or, where named, fp16"
+    added = ", ".join(sorted({row["provider"] for row in rows if row.get("added")}))
+    how = "interleaved in one process" + (f" ({added}: in one after it)" if added else "")
     software = f"driver {first['driver']}, CUDA {first['cuda']}, torch {first['torch']}"
     software += f", commit {first.get('commit', 'unknown')[:12]}"
     return f"""\
 {first["gpu"]}, {software}, {first["date"]};
 H={c["H"]}, Hk={c["Hk"]}, {dtype}, causal. All providers are
-interleaved in one process; medians. TFLOP/s count every visible (query, key) pair once and prompts once:
+{how}; medians. TFLOP/s count every visible (query, key) pair once and prompts once:
 forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. Memory is the backward's: most that was
 allocated, inputs included, and what was neither there before nor returned. A dense bf16 matrix product of
 8192³ ran at {first["matmul_tflops"]} TFLOP/s in the same run.
@@ -155,7 +157,7 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
     )
     return f"""\
 {machine};
-{sizes}; all providers interleaved in one process. "two-call": what a careful user builds from existing
+{sizes}; providers interleaved in one process. "two-call": what a careful user builds from existing
 kernels (prompt, responses on the prompt, responses on themselves, merged).
 {fa4}"forward", "backward": time of the fastest of all peers in that pass over ours; "step": of the peer whose
 forward and backward together are fastest. Bold: a peer wins. `benchmarks/README.md` has every row.

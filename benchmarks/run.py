@@ -328,7 +328,8 @@ def main() -> None:
                 if found[key] is not None:
                     wrong[name] = str(found[key])
             clean()
-            rows += time_case(case, left, args.repeats, wrong)
+            added = {"added": True} if measured else {}  # beside rows of an earlier process
+            rows += [row | added for row in time_case(case, left, args.repeats, wrong)]
         save()
         clean()
 
