@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flash_attn import _eager, _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
+from flash_attn import _alibi_dropout, _eager, _extras, _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
+from flash_attn._extras import Extras
 
 Output = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -70,6 +71,7 @@ def attention(
     softcap: float,
     sinks: Tensor | None,
     deterministic: bool,
+    extras: Extras | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Into the op with packed tensors, (total, heads, head_dim); out (total_q, H, Dv), lse (H, total_q)."""
     head_dim_v, scale = v.shape[-1], scale_of(softmax_scale, q)
@@ -80,10 +82,16 @@ def attention(
     if k_context is not None and v_context is not None:
         k_context, v_context = unit_stride_rows(k_context, padded), unit_stride_rows(v_context, padded_v)
     window = (int(window_size[0]), int(window_size[1]))
-    out, lse = _eager.forward(
-        q, k, v, k_context, v_context, segments, segments_host, plan, max_seqlen_q, max_seqlen_k,
-        scale, causal, *window, float(softcap), deterministic,
-    )  # fmt: skip
+    if extras is not None:
+        out, lse = torch.ops.flash_attn.fwd_extras(
+            q, k, v, segments, max_seqlen_q, max_seqlen_k, scale, causal, *window, float(softcap),
+            deterministic, *extras,
+        )  # fmt: skip
+    else:
+        out, lse = _eager.forward(
+            q, k, v, k_context, v_context, segments, segments_host, plan, max_seqlen_q, max_seqlen_k,
+            scale, causal, *window, float(softcap), deterministic,
+        )  # fmt: skip
     if padded_v != head_dim_v:
         out = out[..., :head_dim_v]
     if sinks is not None:
@@ -95,6 +103,7 @@ def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor,
     segments_host: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float | None,
     causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool,
+    extras: Extras | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of packed tensors from out and lse (H, total_q), which may be of more keys than k's."""
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
@@ -102,11 +111,19 @@ def gradients(
     padded, padded_v = op_head_dims(q, v)
     q, k = unit_stride_rows(q, padded), unit_stride_rows(k, padded)
     v, out, dout = (unit_stride_rows(x, padded_v) for x in (v, out, dout))
-    dq, dk, dv, _, _ = torch.ops.flash_attn.bwd(
-        dout, None, q, k, v, None, None, out, lse, segments, segments_host, [], max_seqlen_q, max_seqlen_k,
-        scale, checks.flag("causal", causal), *window_size, float(softcap),
+    numbers = (
+        max_seqlen_q, max_seqlen_k, scale, checks.flag("causal", causal), *window_size, float(softcap),
         checks.flag("deterministic", deterministic),
     )  # fmt: skip
+    if extras is not None:
+        lse = lse - public_lse_shift(extras, segments, q, causal, window_size, max_seqlen_k)
+        dq, dk, dv = torch.ops.flash_attn.bwd_extras(
+            dout, None, q, k, v, out, lse, segments, *numbers, *extras
+        )
+    else:
+        dq, dk, dv, _, _ = torch.ops.flash_attn.bwd(
+            dout, None, q, k, v, None, None, out, lse, segments, segments_host, [], *numbers
+        )
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
 
 
@@ -123,6 +140,57 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 def _no_dropout_mask(out: Tensor) -> Tensor:
     return out.new_empty(0)
+
+
+def extras_of(
+    q: Tensor,
+    batch: int,
+    dropout_p: float,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    rng_state: Tensor | None,
+) -> Extras | None:
+    """The call's ALiBi and dropout, checked, with a new random state unless one is given; None without."""
+    if alibi_slopes is None and dropout_p == 0.0:
+        return None
+    alibi_slopes = checks.alibi_slopes(alibi_slopes, q, batch)
+    if q.device.type == "cuda" and q.shape[-1] > _extras.MAX_HEAD_DIM:
+        limit = _extras.MAX_HEAD_DIM
+        raise NotImplementedError(f"ALiBi and dropout run head_dim <= {limit} on GPUs, got {q.shape[-1]}")
+    if dropout_p == 0.0:
+        return Extras(alibi_slopes, 0.0, None)
+    if softcap > 0.0:
+        raise NotImplementedError("dropout with softcap is not supported")
+    rng_state = _alibi_dropout.new_state(q.device) if rng_state is None else rng_state
+    return Extras(alibi_slopes, float(dropout_p), checks.rng_state(rng_state, q))
+
+
+def public_lse_shift(
+    extras: Extras, segments: Tensor, q: Tensor, causal: bool, window_size: tuple[int, int], max_seqlen_k: int
+) -> Tensor | float:
+    """What flash-attn's lse (H, total_q) of this call has more than log sum exp S: its causal kernels' bias
+    is slope * key's position."""
+    left, right = window_size[0], 0 if causal else window_size[1]
+    if extras.alibi_slopes is None or right != 0 or 0 <= left < max_seqlen_k:
+        return 0.0
+    return _alibi_dropout.ScoreOptions(segments, *extras, q.shape[1]).causal_shift(q.shape[0])
+
+
+def with_probabilities(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, segments: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], extras: Extras | None,
+    probabilities: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """out, flash-attn's lse and S_dmask: empty without dropout, else signed probabilities, made for tests."""
+    if extras is None:
+        return out, lse, _no_dropout_mask(out)
+    mask = _no_dropout_mask(out)
+    if extras.rng_state is not None and probabilities:
+        mask = _alibi_dropout.signed_probabilities(
+            q.detach(), k.detach(), lse.detach(), _alibi_dropout.ScoreOptions(segments, *extras, q.shape[1]),
+            segments.tolist(), max_seqlen_q, max_seqlen_k, scale_of(softmax_scale, q), causal, window_size,
+        )  # fmt: skip
+    return out, lse + public_lse_shift(extras, segments, q, causal, window_size, max_seqlen_k), mask
 
 
 def dense_segments(batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
@@ -156,23 +224,29 @@ def segments_of_dense(batch: int, seqlen_q: int, seqlen_k: int, q: Tensor) -> tu
 def dense(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
-    return_attn_probs: bool,
+    return_attn_probs: bool, rng_state: Tensor | None = None, probabilities: bool = True,
 ) -> Output:  # fmt: skip
     q, k, v = autocast(q, k, v)
     checks.qkv(q, k, v, 4)
-    checks.options(dropout_p, softcap, window_size, alibi_slopes)
+    checks.options(dropout_p, softcap, window_size)
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
+    extras = extras_of(q, batch, dropout_p, alibi_slopes, softcap, rng_state)
 
     segments, host = segments_of_dense(batch, seqlen_q, seqlen_k, q)
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     out, lse = attention(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), None, None, segments, host, [],
-        seqlen_q, seqlen_k, softmax_scale, causal, window_size, softcap, None, deterministic,
+        q, k, v, None, None, segments, host, [],
+        seqlen_q, seqlen_k, softmax_scale, causal, window_size, softcap, None, deterministic, extras,
     )  # fmt: skip
-    out = out.unflatten(0, (batch, seqlen_q))
     if not return_attn_probs:
-        return out
-    return out, lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous(), _no_dropout_mask(out)
+        return out.unflatten(0, (batch, seqlen_q))
+    out, lse, mask = with_probabilities(
+        out, lse, q, k, segments, seqlen_q, seqlen_k, softmax_scale, causal, window_size, extras,
+        probabilities,
+    )  # fmt: skip
+    lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
+    return out.unflatten(0, (batch, seqlen_q)), lse, mask
 
 
 # cu_seqlens_q -> what its segments were made of, and they
@@ -217,24 +291,31 @@ def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
-    return_attn_probs: bool, block_table: Tensor | None = None,
+    return_attn_probs: bool, block_table: Tensor | None = None, rng_state: Tensor | None = None,
+    probabilities: bool = True,
     names: tuple[str, str, str, str] = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
 ) -> Output:  # fmt: skip
     q, k, v = autocast(q, k, v)
     checks.qkv(q, k, v, 3)
-    checks.options(dropout_p, softcap, window_size, alibi_slopes, block_table)
+    checks.options(dropout_p, softcap, window_size, None, block_table)
     max_seqlen_q, max_seqlen_k = checks.length(names[2], max_seqlen_q), checks.length(names[3], max_seqlen_k)
     checks.cu_seqlens_pair(
         (names[0], cu_seqlens_q, q.shape[0], names[2], max_seqlen_q),
         (names[1], cu_seqlens_k, k.shape[0], names[3], max_seqlen_k),
         q.device,
     )
+    extras = extras_of(q, cu_seqlens_q.shape[0] - 1, dropout_p, alibi_slopes, softcap, rng_state)
     segments = varlen_segments(cu_seqlens_q, cu_seqlens_k)
     out, lse = attention(
         q, k, v, None, None, segments, None, [], max_seqlen_q, max_seqlen_k,
-        softmax_scale, causal, window_size, softcap, None, deterministic,
+        softmax_scale, causal, window_size, softcap, None, deterministic, extras,
     )  # fmt: skip
-    return (out, lse, _no_dropout_mask(out)) if return_attn_probs else out
+    if not return_attn_probs:
+        return out
+    return with_probabilities(
+        out, lse, q, k, segments, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, extras,
+        probabilities,
+    )  # fmt: skip
 
 
 def unbind(x: Tensor, name: str, count: int, num_dims: int) -> tuple[Tensor, ...]:

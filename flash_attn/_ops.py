@@ -158,17 +158,21 @@ def plan_tables(
     causal: bool,
     window_size: tuple[int, int],
     forward_only: bool = False,
+    separate: bool = False,
 ) -> list[Tensor]:
     """Tables for the CUDA kernels, built on the GPU without a sync; [] where another backend runs.
 
     [row_span (total_q, 4), block_span (ceil(total_q / 64), 8), query_items (n, 12), key_items (m, 8)], int32.
     `total_context` None: context intervals are rows of k itself. `context_rows`: about how many rows contexts
     have in all; it and `num_heads_k` decide how far the backward splits short contexts. `forward_only`:
-    key_items is left empty.
+    key_items is left empty. `separate`: for ALiBi and dropout, where no tile may hold two segments; for the
+    kernels of the sm_80 path.
     """
     if segments.device.type != "cuda" or backend(segments.device) == "composed":
         return []
     backend(segments.device, head_dim=head_dim, dtype=dtype)  # refuses what has no kernel
+    if separate:
+        _refuse_missing_extras(segments.device, head_dim, dtype)
     return list(
         torch.ops.flash_attn_cuda.plan(
             segments,
@@ -182,8 +186,18 @@ def plan_tables(
             causal,
             *window_size,
             forward_only,
+            *([True] if separate else []),
         )
     )
+
+
+def _refuse_missing_extras(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
+    if not hasattr(torch.ops.flash_attn_cuda, "fwd_extras"):
+        raise NotImplementedError("the compiled library has no kernels with ALiBi and dropout: build it anew")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    missing = torch.ops.flash_attn_cuda.unsupported(index, head_dim, dtype, True)
+    if missing:
+        raise NotImplementedError(missing)
 
 
 def plan_for(
@@ -214,7 +228,15 @@ def _planned(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
     if args[batch + 2]:
         return args
     q, k, _, k_context = args[first : first + 4]
-    segments, causal, window = args[batch], args[batch + 6], args[batch + 7 : batch + 9]
+    plan = remembered_plan(args[batch], q, k, k_context, args[batch + 6], args[batch + 7 : batch + 9])
+    return (*args[: batch + 2], plan, *args[batch + 3 :])
+
+
+def remembered_plan(
+    segments: Tensor, q: Tensor, k: Tensor, k_context: Tensor | None, causal: bool, window: tuple[int, int],
+    separate: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """`plan_tables` of a call, remembered by its segments as long as these do not change."""
     total_context = None if k_context is None else k_context.shape[0]
     # Backward, recompute and other layers with the same table find the plan again. Not during graph capture:
     # what is captured has not run yet, and must be rebuilt at each replay. Inference tensors have no version
@@ -225,10 +247,21 @@ def _planned(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
         plans = _plans.setdefault(segments, plans)
     version = segments._version if plain else 0
     stream = torch.cuda.current_stream(segments.device).cuda_stream
-    key = (version, q.shape, k.shape, total_context, q.dtype, causal, window, backend(q.device), stream)
+    key = (
+        version,
+        q.shape,
+        k.shape,
+        total_context,
+        q.dtype,
+        causal,
+        window,
+        backend(q.device),
+        stream,
+        separate,
+    )
     if key not in plans:
         plans[key] = plan_tables(
             segments, q.shape[0], k.shape[0], total_context, total_context or 0, num_heads_k=k.shape[1],
-            head_dim=q.shape[2], dtype=q.dtype, causal=causal, window_size=window,
+            head_dim=q.shape[2], dtype=q.dtype, causal=causal, window_size=window, separate=separate,
         )  # fmt: skip
-    return (*args[: batch + 2], plans[key], *args[batch + 3 :])
+    return plans[key]

@@ -31,6 +31,11 @@ class Rows:
             (self.count, self.size, *x.shape[1:]), (self.step * x.stride(0), *x.stride()), offset
         )
 
+    def numbers(self, device: torch.device) -> Tensor:
+        """The rows' numbers, (count, size) int64."""
+        block, row = (torch.arange(n, device=device) for n in (self.count, self.size))
+        return self.begin + block[:, None] * self.step + row
+
     def put(self, x: Tensor, value: Tensor) -> None:
         self.take(x).copy_(value)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn import _calls, _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
+from flash_attn import _alibi_dropout, _calls, _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
 
 _Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -38,8 +38,25 @@ def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_
     return 64
 
 
-def _no_rng_state(like: Tensor) -> Tensor:
+def _new_rng_state(dropout_p: float, like: Tensor) -> Tensor:
+    """Seed and offset for a dropout, zeros without."""
+    if dropout_p > 0.0:
+        return _alibi_dropout.new_state(like.device)
     return torch.zeros(2, dtype=torch.int64, device=like.device)
+
+
+def _extras(
+    q: Tensor,
+    batch: int,
+    dropout_p: float,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    rng_state: Tensor | None,
+) -> _calls.Extras | None:
+    """A backward's ALiBi and dropout, of which the forward drew the state."""
+    if dropout_p > 0.0 and rng_state is None:
+        raise ValueError("rng_state must be the forward's where dropout_p > 0, got None")
+    return _calls.extras_of(q, batch, dropout_p, alibi_slopes, softcap, rng_state)
 
 
 @torch.no_grad()
@@ -56,12 +73,16 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> _Forward:
-    """out (B, Sq, H, Dv), lse (B, H, Sq) fp32, an empty tensor (dropout mask), two zeros (its state)."""
-    out = _calls.dense(
+    """out (B, Sq, H, Dv), lse (B, H, Sq) fp32, with dropout and `return_softmax` the probabilities, negative
+    where dropped (for tests), else an empty tensor; and the dropout's state (2,) int64, else zeros."""
+    checks.qkv(q, k, v, 4)
+    checks.options(dropout_p, softcap, (window_size_left, window_size_right))
+    rng_state = _new_rng_state(dropout_p, q)
+    out, lse, probabilities = _calls.dense(
         q, k, v, dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
-        alibi_slopes, False, True,
+        alibi_slopes, False, True, rng_state, return_softmax,
     )  # fmt: skip
-    return (*out, _no_rng_state(q))  # type: ignore[return-value]
+    return out, lse, probabilities, rng_state
 
 
 @torch.no_grad()
@@ -86,15 +107,19 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> _Forward:
-    """out (total_q, H, Dv), lse (H, total_q) fp32, an empty tensor and two zeros."""
+    """out (total_q, H, Dv), lse (H, total_q) fp32, probabilities and state as `_flash_attn_forward`."""
     for name, x in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
         if x is not None:
             raise NotImplementedError(f"{name} is not supported")
-    out = _calls.varlen(
+    checks.qkv(q, k, v, 3)
+    checks.options(dropout_p, softcap, (window_size_left, window_size_right))
+    rng_state = _new_rng_state(dropout_p, q)
+    out, lse, probabilities = _calls.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        (window_size_left, window_size_right), softcap, alibi_slopes, False, True, block_table,
+        (window_size_left, window_size_right), softcap, alibi_slopes, False, True, block_table, rng_state,
+        return_softmax,
     )  # fmt: skip
-    return (*out, _no_rng_state(q))  # type: ignore[return-value]
+    return out, lse, probabilities, rng_state
 
 
 def _dot_rows(dout: Tensor, out: Tensor) -> Tensor:
@@ -153,7 +178,8 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Writes dq, dk, dv where given; returns sum(dout * out) as (B, H, Sq rounded up to 128) fp32."""
     checks.qkv(q, k, v, 4)
-    checks.options(dropout_p, softcap, (window_size_left, window_size_right), alibi_slopes)
+    checks.options(dropout_p, softcap, (window_size_left, window_size_right))
+    extras = _extras(q, q.shape[0], dropout_p, alibi_slopes, softcap, rng_state)
     _check_gradients(q, k, v, dout, out, (dq, dk, dv))
     batch, seqlen_q, num_heads = q.shape[:3]
     if softmax_lse.shape != (batch, num_heads, seqlen_q):
@@ -162,7 +188,7 @@ def _flash_attn_backward(
     gradients = _calls.gradients(
         dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.flatten(0, 1),
         softmax_lse.transpose(0, 1).flatten(1), segments, host, seqlen_q, k.shape[1],
-        softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic,
+        softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic, extras,
     )  # fmt: skip
     _store(gradients, (dq, dk, dv))
     softmax_d = q.new_zeros(batch, num_heads, round_multiple(seqlen_q, 128), dtype=torch.float32)
@@ -198,7 +224,7 @@ def _flash_attn_varlen_backward(
 ) -> Tensor:
     """Writes dq, dk, dv where given; returns sum(dout * out) as (H, total_q + 128 B) fp32, rows first."""
     checks.qkv(q, k, v, 3)
-    checks.options(dropout_p, softcap, (window_size_left, window_size_right), alibi_slopes)
+    checks.options(dropout_p, softcap, (window_size_left, window_size_right))
     _check_gradients(q, k, v, dout, out, (dq, dk, dv))
     max_seqlen_q = checks.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = checks.length("max_seqlen_k", max_seqlen_k)
@@ -207,12 +233,13 @@ def _flash_attn_varlen_backward(
         ("cu_seqlens_k", cu_seqlens_k, k.shape[0], "max_seqlen_k", max_seqlen_k),
         q.device,
     )
+    extras = _extras(q, cu_seqlens_q.shape[0] - 1, dropout_p, alibi_slopes, softcap, rng_state)
     if softmax_lse.shape != (q.shape[1], q.shape[0]):
         raise ValueError(f"softmax_lse must be (num_heads, total_q), got {list(softmax_lse.shape)}")
     gradients = _calls.gradients(
         dout, q, k, v, out, softmax_lse, _calls.varlen_segments(cu_seqlens_q, cu_seqlens_k), None,
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, (window_size_left, window_size_right), softcap,
-        deterministic,
+        deterministic, extras,
     )  # fmt: skip
     _store(gradients, (dq, dk, dv))
     batch = cu_seqlens_q.shape[0] - 1

@@ -87,10 +87,8 @@ def options(
     dropout_p, softcap = _number("dropout_p", dropout_p), _number("softcap", softcap)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if dropout_p > 0.0:
-        raise NotImplementedError(f"dropout is not supported: dropout_p must be 0.0, got {dropout_p}")
     if alibi_slopes is not None:
-        raise NotImplementedError("ALiBi is not supported: alibi_slopes must be None")
+        raise NotImplementedError("ALiBi is not supported here: alibi_slopes must be None")
     if block_table is not None:
         raise NotImplementedError("paged keys are not supported: block_table must be None")
     if not 0.0 <= softcap < float("inf"):
@@ -140,6 +138,38 @@ def _check_values(name: str, x: Tensor, total: int, max_name: str, max_seqlen: i
         raise ValueError(
             f"{max_name} must be at least the longest sequence ({max(lengths)}), got {max_seqlen}"
         )
+
+
+def alibi_slopes(x: Tensor | None, q: Tensor, batch: int) -> Tensor | None:
+    """ALiBi's slopes: float32 (num_heads,) or (batch, num_heads) on q's device, contiguous afterwards."""
+    if x is None:
+        return None
+    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"alibi_slopes must be a float32 tensor, got {kind}")
+    num_heads = q.shape[-2]
+    if x.shape not in ((num_heads,), (batch, num_heads)):
+        raise ValueError(
+            f"alibi_slopes must be (num_heads,) or (batch, num_heads) = ({batch}, {num_heads}), "
+            f"got {list(x.shape)}"
+        )
+    if x.device != q.device:
+        raise ValueError(f"alibi_slopes must be on q's device {q.device}, got {x.device}")
+    if x.requires_grad:
+        raise NotImplementedError("gradients of alibi_slopes are not supported")
+    return x.contiguous()
+
+
+def rng_state(x: Tensor, q: Tensor) -> Tensor:
+    """Dropout's seed and offset: int64 (2,) on q's device."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int64:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"rng_state must be an int64 tensor, got {kind}")
+    if x.shape != (2,):
+        raise ValueError(f"rng_state must be (2,), got {list(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"rng_state must be on q's device {q.device}, got {x.device}")
+    return x
 
 
 def sinks(x: Tensor | None, q: Tensor) -> None:

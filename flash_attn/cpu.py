@@ -7,7 +7,8 @@
 
 Rectangles and triangles run on torch's CPU flash kernels; narrow bands, softcap and whatever has NaN or
 infinite scores on _cpu_tiles.py. fp16 and bf16 are computed in fp32: torch's own half-precision backward
-rounds dk and dv once per block of rows. Called by _ops.py.
+rounds dk and dv once per block of rows. Called by _ops.py; with ALiBi or dropout (`options`, all of it on
+_cpu_tiles.py, on any device) by _extras.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _cpu_tiles
+from flash_attn._alibi_dropout import ScoreOptions
 from flash_attn._pieces import Kind, Table, bands, check_table, cut, runs
 from flash_attn._rows import RaggedRows, Rows, Work, work_of
 
@@ -51,10 +53,11 @@ def _plan(
     causal: bool,
     window: tuple[int, int],
     softcap: float,
+    options: ScoreOptions | None = None,
 ) -> list[Work]:
     table = segments.tolist()
     check_table(table, q.shape[0], k.shape[0], None if k_context is None else k_context.shape[0])
-    if softcap == 0.0 and _scores_are_finite(table, q, k, k_context, softmax_scale):
+    if options is None and softcap == 0.0 and _scores_are_finite(table, q, k, k_context, softmax_scale):
         return work_of(runs(cut(table, causal, *window)))
     return work_of(runs(list(bands(table, causal, *window))))
 
@@ -93,11 +96,13 @@ def forward(
     window_left: int,
     window_right: int,
     softcap: float,
+    options: ScoreOptions | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (total_q, H, Dv) and lse (H, total_q); shapes, dtypes and meaning as the op's."""
     dtype = q.dtype
     q, k, v = (_computed(x) for x in (q, k, v))
-    todo = _plan(q, k, k_context, segments, softmax_scale, causal, (window_left, window_right), softcap)
+    window = (window_left, window_right)
+    todo = _plan(q, k, k_context, segments, softmax_scale, causal, window, softcap, options)
     q, scale = _positive(q, softmax_scale)
     regions = _regions(k, v, k_context, v_context)
     total_q, num_heads, _ = q.shape
@@ -107,7 +112,7 @@ def forward(
         run, rows, columns = work.run, work.rows, work.keys
         keys, values = regions[run.piece.context]
         if run.piece.kind is Kind.BAND:
-            _cpu_tiles.forward(run, q, keys, values, scale, softcap, out, lse)
+            _cpu_tiles.forward(run, q, keys, values, scale, softcap, out, lse, options)
             continue
         o, l = _flash_forward(run.piece.kind, rows.take(q), columns.take(keys), columns.take(values), scale)
         if len(todo) == 1 and isinstance(rows, Rows) and o.shape[0] * o.shape[1] == total_q:
@@ -164,11 +169,13 @@ def backward(
     window_left: int,
     window_right: int,
     softcap: float,
+    options: ScoreOptions | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dk_context, dv_context (the last two empty without a context), contiguous, in q's dtype."""
     dtype, head_dim, head_dim_v = q.dtype, q.shape[-1], v.shape[-1]
     q, k, v, dout, out = (_computed(x) for x in (q, k, v, dout, out))
-    todo = _plan(q, k, k_context, segments, softmax_scale, causal, (window_left, window_right), softcap)
+    window = (window_left, window_right)
+    todo = _plan(q, k, k_context, segments, softmax_scale, causal, window, softcap, options)
     q, scale = _positive(q, softmax_scale)
     lse = lse.t()
     regions = _regions(k, v, k_context, v_context)
@@ -192,7 +199,9 @@ def backward(
             if delta is None:
                 delta = (dout * out).sum(-1)
                 delta = delta if dlse is None else delta - dlse.t()
-            _cpu_tiles.backward(run, q, keys, values, dout, lse, delta, scale, softcap, dq, *into)
+            _cpu_tiles.backward(
+                run, q, keys, values, dout, lse, delta, scale, softcap, dq, *into, options
+            )  # fmt: skip
             continue
         parts = _flash_backward_of(
             run.piece.kind, rows.take(flash_dout), rows.take(q), columns.take(keys), columns.take(values),
@@ -253,4 +262,4 @@ def _regions(
 
 
 def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=x.dtype)
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)

@@ -83,6 +83,9 @@ class Case:
     scale_q: float = 1.0
     seed: int = 0
     tensors: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)
+    terms: dict[str, Tensor] = field(
+        init=False, repr=False, default_factory=dict
+    )  # the reference's bias, weights
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -110,6 +113,7 @@ class Case:
             "causal": self.causal,
             "window_size": self.window_size,
             "softcap": self.softcap,
+            **self.terms,
         }
 
 

@@ -122,6 +122,8 @@ def test_compiler_reports() -> None:
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     )
     assert build_support.log_problems("a.cu", serialised) == ["a.cu: C7510 (wgmma serialised)"]
+    assert build_support.log_problems("a.cu", REPORT.format(32, 32), 32) == []
+    assert len(build_support.log_problems("a.cu", REPORT.format(36, 8), 32)) == 1
 
 
 def test_generated_sources(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_generated_sources(tmp_path: Path) -> None:
     assert len(rows) == len({(k.arch, k.head_dim, k.dtype) for k in listed})
     assert f"kNumKernels = {len(rows)};" in table and '"abc"' in table
     for row in rows:
-        assert row.count("nullptr") == 1  # bwd_dq
+        assert row.count("nullptr") == 4  # bwd_dq and the three of extras
     for path in files:
         for function in re.findall(r"cudaError_t (\w+)\(", path.read_text()):
             assert re.search(rf"::{function}\b", table), function
@@ -158,7 +160,8 @@ def test_large_head_dims_have_one_pass_an_output(tmp_path: Path) -> None:
     rows = re.findall(r"^    \{(.*)\},$", (tmp_path / "kernel_list.cpp").read_text(), re.MULTILINE)
     small, large = sorted(rows, key=lambda row: "512" in row)
     assert ", false, " in small and "sm80::bwd_post_bf16_256" in small and "nullptr" not in small
-    assert ", true, " in large and large.endswith("sm80::bwd_dq_bf16_512, nullptr")
+    assert "sm80::fwd_extras_bf16_256, sm80::bwd_extras_bf16_256, sm80::bwd_dq_extras_bf16_256" in small
+    assert ", true, " in large and large.endswith("sm80::bwd_dq_bf16_512" + ", nullptr" * 4)
     assert "bwd_post" not in (tmp_path / "sm80_bwd_bf16_512.cu").read_text()
 
 

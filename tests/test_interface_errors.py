@@ -35,9 +35,7 @@ DENSE: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((Q[:, :, :3], K, K), {}, ValueError, r"q must have a multiple of k's 2 heads, got 3"),
     ((Q, K[..., :6], K), {}, ValueError, r"k must have q's head_dim 8, got 6"),
     ((Q, K, rand(2, 5, 2, 9)), {}, ValueError, r"v must have a head_dim of 1 to 8 \(that of q\), got 9"),
-    ((Q, K, K), {"dropout_p": 0.1}, NotImplementedError, r"dropout is not supported: .* got 0.1"),
     ((Q, K, K), {"dropout_p": -1.0}, ValueError, r"dropout_p must be in \[0, 1\), got -1.0"),
-    ((Q, K, K), {"alibi_slopes": rand(4)}, NotImplementedError, r"ALiBi is not supported"),
     ((Q, K, K), {"softcap": -1.0}, ValueError, r"softcap must be >= 0 and finite \(0: none\), got -1.0"),
     ((Q, K, K), {"softcap": float("nan")}, ValueError, r"softcap must be >= 0 and finite .*, got nan"),
     ((Q, K, K), {"softcap": float("inf")}, ValueError, r"softcap must be >= 0 and finite .*, got inf"),
@@ -99,7 +97,8 @@ VARLEN: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_seqlen_q": -1}, ValueError, r"max_seqlen_q must be >= 0, got -1"),
     ({"max_seqlen_q": 4.0}, TypeError, r"max_seqlen_q must be an int, got float"),
     ({"block_table": cu(0)}, NotImplementedError, r"paged keys are not supported: block_table must be None"),
-    ({"dropout_p": 0.5}, NotImplementedError, r"dropout is not supported"),
+    ({"dropout_p": 0.5, "softcap": 1.0}, NotImplementedError, r"dropout with softcap is not supported"),
+    ({"alibi_slopes": rand(3)}, ValueError, r"alibi_slopes must be \(num_heads,\) or .* \(2, 2\), got \[3\]"),
 ]
 
 

@@ -212,6 +212,7 @@ def test_ops_without_a_plan_build_one_from_their_own_arguments(
         assert positional[0] is args[5] and positional[1:] == (13, 13, *((5, 5) if context else (None, 0)))
         assert named == {
             "num_heads_k": 2, "head_dim": 8, "dtype": torch.float32, "causal": True, "window_size": (4, 0),
+            "separate": False,
         }  # fmt: skip
         assert _ops._planned(planned, first) is planned and not calls
 

@@ -45,14 +45,16 @@ def host_plan(tmp_path_factory: pytest.TempPathFactory):
         return ctypes.c_void_p(x.data_ptr())
 
     def build(
-        segments, total_q, total_k, total_context=None, *, causal, window_size, tile, num_splits=1, check=True
-    ) -> Plan:
+        segments, total_q, total_k, total_context=None, *, causal, window_size, tile, num_splits=1,
+        check=True, separate=False,
+    ) -> Plan:  # fmt: skip
         in_k = total_context is None
         context = total_k if total_context is None else total_context
         count = len(segments)
         right = 0 if causal else window_size[1]
         sizes = [count, total_q, total_k, context, int(in_k), window_size[0], right]
-        sizes_t = torch.tensor([*sizes, tile.fwd_block_m, tile.bwd_block_n, num_splits], dtype=torch.int32)
+        sizes += [tile.fwd_block_m, tile.bwd_block_n, num_splits, int(separate)]
+        sizes_t = torch.tensor(sizes, dtype=torch.int32)
         plan = Plan(
             torch.full((total_q, 4), -7, dtype=torch.int32),
             torch.full((-(-total_q // 64), 8), -7, dtype=torch.int32),
@@ -274,3 +276,40 @@ def test_splits_fill_the_gpu() -> None:
     assert choose_splits(2048, 67584, 8, 132, tile) == 4  # 128 items of 67584 rows
     assert choose_splits(4096, 61440, 8, 132, tile) == 2
     assert choose_splits(2048, 30000, 8, 132, tile) == 1
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("seed", range(4))
+def test_separate_segments(host_plan, causal: bool, seed: int) -> None:
+    """Plans for ALiBi and dropout: items of one segment, which they name; a query item's keys begin at a
+    multiple of 16 from its first. All else is as without: rows, keys and spans of rows are covered once."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 9))
+    q_lens, k_lens = random_lengths(rng, count), random_lengths(rng, count)
+    window = tuple(int(x) for x in rng.choice([-1, 5, 40], 2))
+    segments, tile = varlen_segments(q_lens, k_lens, 0), TileSizes(64, 32)
+    options = dict(causal=causal, window_size=window, tile=tile)
+    total_q, total_k = sum(q_lens) + 3, sum(k_lens) + 2
+    plan = host_plan(segments, total_q, total_k, **options, separate=True)
+    joined = host_plan(segments, total_q, total_k, **options)
+    assert torch.equal(plan.row_span, joined.row_span) and torch.equal(plan.block_span, joined.block_span)
+    table, seen_rows, seen_keys = segments.tolist(), [], []
+    for row, num_rows, _, segment, *spans in plan.query_items.tolist():
+        seen_rows += range(row, row + num_rows)
+        if num_rows == 0 or row >= sum(q_lens):
+            continue
+        q_begin, q_end, _, _, k_begin, k_end = table[segment]
+        assert q_begin <= row and row + num_rows <= q_end
+        begin, _, _, end = spans[4:]
+        if begin < end:
+            assert (begin - k_begin) % 16 == 0 and k_begin <= begin and end <= k_end
+            spans_of_rows = plan.row_span[row : row + num_rows, 2:]
+            seen = spans_of_rows[spans_of_rows[:, 0] < spans_of_rows[:, 1]]
+            assert begin <= int(seen[:, 0].min()) < begin + 16 and end == int(seen[:, 1].max())
+    for _, key, num_keys, first, last, _, split, _ in plan.key_items.tolist():
+        seen_keys += range(key, key + num_keys)
+        if first < last:
+            assert split < 0
+            q_begin, q_end, _, _, k_begin, _ = table[-1 - split]
+            assert q_begin <= first and last <= q_end and (key - k_begin) % 32 == 0
+    assert sorted(seen_rows) == list(range(total_q)) and sorted(seen_keys) == list(range(total_k))

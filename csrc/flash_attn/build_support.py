@@ -24,6 +24,7 @@ import kernels as kernel_list
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "flash_attn"
 MAX_SPILL_BYTES = 0  # stored by a thread
+MAX_SPILL_BYTES_EXTRAS = 32  # of kernels with ALiBi and dropout: the backward at head dim 64 spills
 GIB_PER_JOB = 6.5  # peak of one nvcc job, measured on the largest kernels
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the library runs on torch >= 2.10
 HOST_SOURCES = ("flash_api.cpp", "kernel_table.cpp")
@@ -306,11 +307,11 @@ rule link
     return folder / "_C.so"
 
 
-def log_problems(name: str, log: str) -> list[str]:
+def log_problems(name: str, log: str, max_spill_bytes: int = MAX_SPILL_BYTES) -> list[str]:
     """What a development build does not accept in the compiler's report of a main kernel."""
     problems = []
     for match in re.finditer(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log):
-        if int(match[1]) > MAX_SPILL_BYTES:
+        if int(match[1]) > max_spill_bytes:
             problems.append(f"{name}: {match[0]}")
     for code, meaning in (("C7510", "wgmma serialised"), ("C7508", "setmaxnreg ignored")):
         if code in log:
@@ -322,7 +323,8 @@ def check_logs(options: Options, folder: Path) -> list[str]:
     problems = []
     for kernel in options.kernels():
         log = folder / "obj" / f"{kernel.file_name}.o.log"
-        problems += log_problems(kernel.file_name, log.read_text()) if log.exists() else []
+        allowed = MAX_SPILL_BYTES_EXTRAS if kernel.pass_name == "extras" else MAX_SPILL_BYTES
+        problems += log_problems(kernel.file_name, log.read_text(), allowed) if log.exists() else []
     return problems
 
 

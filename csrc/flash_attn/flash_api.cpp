@@ -14,9 +14,9 @@ namespace {
 
 constexpr int64_t kIntMax = INT32_MAX;
 
-Kernels const& kernels_for(Device const& device, int64_t head_dim, DType dtype) {
-    Kernels const* kernels = find_kernels(device, head_dim, dtype);
-    if (!kernels) throw std::runtime_error(why_not(device, head_dim, dtype));
+Kernels const& kernels_for(Device const& device, int64_t head_dim, DType dtype, bool extras) {
+    Kernels const* kernels = find_kernels(device, head_dim, dtype, extras);
+    if (!kernels) throw std::runtime_error(why_not(device, head_dim, dtype, extras));
     return *kernels;
 }
 
@@ -49,11 +49,11 @@ int splits_of(int64_t num_key_items, FwdParams const& p, bool context_in_k, int6
 
 std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std::optional<int64_t> total_context,
                          int64_t context_rows, int64_t num_heads_k, int64_t head_dim, ScalarType dtype, bool causal,
-                         int64_t window_left, int64_t window_right, bool forward_only) {
+                         int64_t window_left, int64_t window_right, bool forward_only, bool separate) {
     check_table(segments, "segments", 6, segments);
     for (int64_t rows : {total_q, total_k, total_context.value_or(0)}) FLASH_ATTN_CHECK(rows >= 0 && rows <= kIntMax, "rows", "be below 2**31", rows);
     Device const& device = device_of(segments.get_device_index());
-    Kernels const& kernels = kernels_for(device, head_dim, dtype_of(dtype));
+    Kernels const& kernels = kernels_for(device, head_dim, dtype_of(dtype), separate);
     DeviceScope const scope(device.index);
     TileSizes const tile = kernels.tile(shared_memory_limit());
     auto const window = [](int64_t w) { return int(w < 0 ? -1 : std::min<int64_t>(w, kIntMax)); };
@@ -63,6 +63,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     p.num_segments = int(segments.size(0));
     p.total_q = int(total_q), p.total_k = int(total_k), p.total_context = int(total_context.value_or(total_k));
     p.context_in_k = !total_context.has_value();
+    p.separate = separate;
     p.window_left = window(window_left);
     p.window_right = causal ? 0 : window(window_right);
     p.fwd_block_m = tile.fwd_block_m, p.bwd_block_n = tile.bwd_block_n;
@@ -88,6 +89,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
 
 // What forward and backward share: checked operands, and the parameters they fill. Tensors are kept alive here.
 struct Call {
+    Extras extras{};  // where params.extras points to it
     Tensor q, k, v, k_context, v_context, tile_counter;
     bool context_in_k;
     Kernels const* kernels;
@@ -95,7 +97,7 @@ struct Call {
     FwdParams params{};
 
     Call(Tensor const& q_, Tensor const& k_, Tensor const& v_, OptionalTensor const& k_context_, OptionalTensor const& v_context_,
-         Tensor const& segments, std::vector<Tensor> const& plan, double softmax_scale, double softcap) {
+         Tensor const& segments, std::vector<Tensor> const& plan, double softmax_scale, double softcap, bool with_extras = false) {
         FLASH_ATTN_CHECK(q_.dim() == 3 && q_.is_cuda(), "q", "be (total_q, num_heads, head_dim) on a GPU", shape_of(q_));
         check_operand(k_, "k", "(total_k, num_heads_k, head_dim)", q_);
         check_operand(v_, "v", "(total_k, num_heads_k, head_dim)", q_);
@@ -121,7 +123,7 @@ struct Call {
         FLASH_ATTN_CHECK(plan[0].size(0) == total_q, "plan", text("be built for ", total_q, " rows of q"), plan[0].size(0));
 
         Device const& device = device_of(q_.get_device_index());
-        kernels = &kernels_for(device, q_.size(2), dtype_of(q_.scalar_type()));
+        kernels = &kernels_for(device, q_.size(2), dtype_of(q_.scalar_type()), with_extras);
         DeviceScope const scope(device.index);
         tile = kernels->tile(shared_memory_limit());
         FLASH_ATTN_CHECK(plan[2].size(0) == query_capacity(total_q, segments.size(0), tile.fwd_block_m), "plan[2]", "be built for these tensors",
@@ -150,6 +152,29 @@ struct Call {
         params.lse = static_cast<float*>(lse.data_ptr()), params.lse_head_stride = lse.stride(0);
     }
 
+    // After the constructor, with `with_extras`: no dropout without `rng_state`.
+    void set_extras(Tensor const& segments, OptionalTensor const& alibi_slopes, double dropout_p, OptionalTensor const& rng_state) {
+        extras.segments = static_cast<int const*>(segments.data_ptr());
+        extras.keep_below = 256, extras.keep_scale = 1.f;
+        if (alibi_slopes) {
+            bool const rows = alibi_slopes->dim() == 2;
+            FLASH_ATTN_CHECK(alibi_slopes->is_cuda() && alibi_slopes->scalar_type() == ScalarType::Float && alibi_slopes->is_contiguous() &&
+                                 (rows ? has_shape(*alibi_slopes, {segments.size(0), q.size(1)}) : has_shape(*alibi_slopes, {q.size(1)})),
+                             "alibi_slopes", "be contiguous float32 (num_heads,) or (num_segments, num_heads) on the device of q", shape_of(*alibi_slopes));
+            extras.alibi_slopes = static_cast<float const*>(alibi_slopes->data_ptr());
+            extras.alibi_segment_stride = rows ? q.size(1) : 0;
+        }
+        if (rng_state) {
+            FLASH_ATTN_CHECK(rng_state->is_cuda() && rng_state->scalar_type() == ScalarType::Long && has_shape(*rng_state, {2}) && rng_state->is_contiguous(),
+                             "rng_state", "be int64 (2,) on the device of q", shape_of(*rng_state));
+            FLASH_ATTN_CHECK(dropout_p > 0. && dropout_p < 1., "dropout_p", "be in (0, 1)", dropout_p);
+            extras.rng_state = static_cast<int64_t const*>(rng_state->data_ptr());
+            extras.keep_below = int(std::clamp<int64_t>(int64_t(256. * (1. - dropout_p) + 0.5), 1, 255));
+            extras.keep_scale = float(1. / (1. - dropout_p));
+        }
+        params.extras = &extras;
+    }
+
     // A zero for the persistent schedulers of the sm_90a path.
     void reset_counter(cudaStream_t stream) {
         if (kernels->arch != 90) return;
@@ -163,10 +188,7 @@ struct Call {
     bool no_keys() const { return params.total_k == 0 && params.total_context == 0; }
 };
 
-std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, OptionalTensor k_context, OptionalTensor v_context, Tensor segments,
-                               OptionalTensor, std::vector<Tensor> plan, int64_t, int64_t, double softmax_scale, bool, int64_t, int64_t,
-                               double softcap, bool) {
-    Call call(q, k, v, k_context, v_context, segments, plan, softmax_scale, softcap);
+std::tuple<Tensor, Tensor> run_forward(Call& call, Tensor const& q) {
     Tensor out = new_empty(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
     Tensor lse = new_empty(q, {q.size(1), q.size(0)}, ScalarType::Float);
     if (call.no_keys()) {
@@ -178,9 +200,23 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, OptionalTensor k_co
         cudaStream_t const stream = current_stream(device);
         call.set_out(out, lse);
         call.reset_counter(stream);
-        launch(call.kernels->fwd, call.params, *call.kernels, "fwd", stream);
+        launch(call.params.extras ? call.kernels->fwd_extras : call.kernels->fwd, call.params, *call.kernels, "fwd", stream);
     }
     return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, OptionalTensor k_context, OptionalTensor v_context, Tensor segments,
+                               OptionalTensor, std::vector<Tensor> plan, int64_t, int64_t, double softmax_scale, bool, int64_t, int64_t,
+                               double softcap, bool) {
+    Call call(q, k, v, k_context, v_context, segments, plan, softmax_scale, softcap);
+    return run_forward(call, q);
+}
+
+std::tuple<Tensor, Tensor> fwd_extras(Tensor q, Tensor k, Tensor v, Tensor segments, std::vector<Tensor> plan, double softmax_scale, double softcap,
+                                      OptionalTensor alibi_slopes, double dropout_p, OptionalTensor rng_state) {
+    Call call(q, k, v, {}, {}, segments, plan, softmax_scale, softcap, true);
+    call.set_extras(segments, alibi_slopes, dropout_p, rng_state);
+    return run_forward(call, q);
 }
 
 // Bytes that the fp32 accumulator of dq may take; kv heads are processed in chunks that keep within it.
@@ -210,7 +246,8 @@ void run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_dq, c
     Kernels const& kernels = *call.kernels;
     int const heads_k = p.fwd.num_heads_k, heads_per_kv = p.fwd.num_heads / heads_k;
     int64_t const head_bytes = heads_per_kv * p.rows_padded * kernels.head_dim * 4, limit = dq_accum_limit();
-    separate_dq = separate_dq || kernels.pass_wise || (head_bytes > limit && kernels.bwd_dq);
+    auto const bwd = p.fwd.extras ? kernels.bwd_extras : kernels.bwd, bwd_dq = p.fwd.extras ? kernels.bwd_dq_extras : kernels.bwd_dq;
+    separate_dq = separate_dq || kernels.pass_wise || (head_bytes > limit && bwd_dq);
     int64_t const chunk_limit = separate_dq ? heads_k : std::clamp<int64_t>(limit / head_bytes, 1, heads_k);
     int const num_chunks = int((heads_k + chunk_limit - 1) / chunk_limit), chunk = (heads_k + num_chunks - 1) / num_chunks;
     std::optional<Tensor> dq_accum;
@@ -221,21 +258,21 @@ void run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_dq, c
     for (p.head_k_begin = 0; p.head_k_begin < heads_k; p.head_k_begin = p.head_k_end) {
         p.head_k_end = std::min(p.head_k_begin + chunk, heads_k);
         check_cuda(run_bwd_preprocess(p, kernels.dtype == DType::kBFloat16, kernels.head_dim, stream), "bwd preprocess");
-        launch(kernels.bwd, p, kernels, "bwd", stream);
+        launch(bwd, p, kernels, "bwd", stream);
         if (p.dq_accum || p.dk_partial) launch(kernels.bwd_post, p, kernels, "bwd_post", stream);
     }
     if (!separate_dq) return;
     p.head_k_begin = 0, p.head_k_end = heads_k;
     call.reset_counter(stream);
     p.fwd.tile_counter = call.params.tile_counter;
-    launch(kernels.bwd_dq, p, kernels, "bwd_dq", stream);
+    launch(bwd_dq, p, kernels, "bwd_dq", stream);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v,
-                                                       OptionalTensor k_context, OptionalTensor v_context, Tensor out, Tensor lse,
-                                                       Tensor segments, OptionalTensor, std::vector<Tensor> plan, int64_t, int64_t,
-                                                       double softmax_scale, bool, int64_t, int64_t, double softcap, bool deterministic) {
-    Call call(q, k, v, k_context, v_context, segments, plan, softmax_scale, softcap);
+using AllGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+AllGradients run_backward_of(Call& call, Tensor const& dout, OptionalTensor const& dlse, Tensor const& q, Tensor const& k, Tensor const& v,
+                             OptionalTensor const& k_context, OptionalTensor const& v_context, Tensor const& out, Tensor const& lse,
+                             Tensor const& segments, bool deterministic) {
     for (auto const& [x, name] : {std::pair{&dout, "dout"}, std::pair{&out, "out"}}) {
         check_operand(*x, name, "(total_q, num_heads, head_dim)", q);
         FLASH_ATTN_CHECK(has_shape(*x, {q.size(0), q.size(1), q.size(2)}), name, text("have the shape of q, ", shape_of(q)), shape_of(*x));
@@ -278,13 +315,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, OptionalTens
     return {g.dq, g.dk, g.dv, g.dk_context, g.dv_context};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v,
+                                                       OptionalTensor k_context, OptionalTensor v_context, Tensor out, Tensor lse,
+                                                       Tensor segments, OptionalTensor, std::vector<Tensor> plan, int64_t, int64_t,
+                                                       double softmax_scale, bool, int64_t, int64_t, double softcap, bool deterministic) {
+    Call call(q, k, v, k_context, v_context, segments, plan, softmax_scale, softcap);
+    return run_backward_of(call, dout, dlse, q, k, v, k_context, v_context, out, lse, segments, deterministic);
+}
+
+std::tuple<Tensor, Tensor, Tensor> bwd_extras(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor segments,
+                                              std::vector<Tensor> plan, double softmax_scale, double softcap, bool deterministic,
+                                              OptionalTensor alibi_slopes, double dropout_p, OptionalTensor rng_state) {
+    Call call(q, k, v, {}, {}, segments, plan, softmax_scale, softcap, true);
+    call.set_extras(segments, alibi_slopes, dropout_p, rng_state);
+    auto const [dq, dk, dv, dk_context, dv_context] = run_backward_of(call, dout, dlse, q, k, v, {}, {}, out, lse, segments, deterministic);
+    return {dq, dk, dv};
+}
+
 std::string built() { return built_kernels(); }
 
 std::string build_id() { return kBuildId; }
 
-// "" where the kernels run for this head dim and dtype on this device.
-std::string unsupported(int64_t device, int64_t head_dim, ScalarType dtype) {
-    return why_not(device_of(int(device)), head_dim, dtype_of(dtype));
+// "" where the kernels (`extras`: those with ALiBi and dropout) run for this head dim and dtype on this device.
+std::string unsupported(int64_t device, int64_t head_dim, ScalarType dtype, bool extras) {
+    return why_not(device_of(int(device)), head_dim, dtype_of(dtype), extras);
 }
 
 }  // namespace
@@ -294,21 +348,29 @@ std::string unsupported(int64_t device, int64_t head_dim, ScalarType dtype) {
     "Tensor segments, Tensor? segments_host, Tensor[] plan, int max_seqlen_q, int max_seqlen_k, float softmax_scale, "     \
     "bool causal, int window_size_left, int window_size_right, float softcap, bool deterministic)"
 
+#define FLASH_ATTN_EXTRAS "Tensor? alibi_slopes, float dropout_p, Tensor? rng_state)"
+
 STABLE_TORCH_LIBRARY(flash_attn_cuda, m) {
     m.def("plan(Tensor segments, int total_q, int total_k, int? total_context, int context_rows, int num_heads_k, int head_dim, "
-          "ScalarType dtype, bool causal, int window_size_left, int window_size_right, bool forward_only) -> Tensor[]");
+          "ScalarType dtype, bool causal, int window_size_left, int window_size_right, bool forward_only, bool separate=False) -> Tensor[]");
     m.def("fwd(Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, " FLASH_ATTN_BATCH " -> (Tensor out, Tensor lse)");
     m.def("bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, Tensor out, Tensor lse, "
           FLASH_ATTN_BATCH " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_context, Tensor dv_context)");
+    m.def("fwd_extras(Tensor q, Tensor k, Tensor v, Tensor segments, Tensor[] plan, float softmax_scale, float softcap, "
+          FLASH_ATTN_EXTRAS " -> (Tensor out, Tensor lse)");
+    m.def("bwd_extras(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor segments, Tensor[] plan, "
+          "float softmax_scale, float softcap, bool deterministic, " FLASH_ATTN_EXTRAS " -> (Tensor dq, Tensor dk, Tensor dv)");
     m.def("built() -> str");
     m.def("build_id() -> str");
-    m.def("unsupported(int device, int head_dim, ScalarType dtype) -> str");
+    m.def("unsupported(int device, int head_dim, ScalarType dtype, bool extras=False) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn_cuda, CUDA, m) {
     m.impl("plan", TORCH_BOX(flash_attn::plan));
     m.impl("fwd", TORCH_BOX(flash_attn::fwd));
     m.impl("bwd", TORCH_BOX(flash_attn::bwd));
+    m.impl("fwd_extras", TORCH_BOX(flash_attn::fwd_extras));
+    m.impl("bwd_extras", TORCH_BOX(flash_attn::bwd_extras));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn_cuda, CompositeExplicitAutograd, m) {

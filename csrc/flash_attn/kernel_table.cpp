@@ -32,11 +32,11 @@ std::string forced_arch() {
     return arch;
 }
 
-Kernels const* find_in_arch(int arch, int64_t head_dim, DType dtype) {
+Kernels const* find_in_arch(int arch, int64_t head_dim, DType dtype, bool extras = false) {
     Kernels const* best = nullptr;
     for (int i = 0; i < kNumKernels; ++i) {
         Kernels const& k = kKernels[i];
-        bool const fits = k.arch == arch && k.dtype == dtype && k.head_dim >= head_dim;
+        bool const fits = k.arch == arch && k.dtype == dtype && k.head_dim >= head_dim && (!extras || k.fwd_extras);
         if (fits && (best == nullptr || k.head_dim < best->head_dim)) best = &k;
     }
     return best;
@@ -54,9 +54,10 @@ Device const& device_of(int index) {
     return devices[index];
 }
 
-Kernels const* find_kernels(Device const& device, int64_t head_dim, DType dtype) {
+Kernels const* find_kernels(Device const& device, int64_t head_dim, DType dtype, bool extras) {
     std::string const forced = forced_arch();
     if (device.capability < 80) return nullptr;
+    if (extras) return find_in_arch(80, head_dim, dtype, true);
     if (device.capability == 90 && forced != "80") {
         Kernels const* found = find_in_arch(90, head_dim, dtype);
         if (found || forced == "90") return found;
@@ -64,11 +65,14 @@ Kernels const* find_kernels(Device const& device, int64_t head_dim, DType dtype)
     return find_in_arch(80, head_dim, dtype);
 }
 
-std::string why_not(Device const& device, int64_t head_dim, DType dtype) {
-    if (find_kernels(device, head_dim, dtype)) return "";
+std::string why_not(Device const& device, int64_t head_dim, DType dtype, bool extras) {
+    if (find_kernels(device, head_dim, dtype, extras)) return "";
     if (device.capability < 80)
         return text("flash_attn needs a GPU of compute capability 8.0 or newer, got ", device.capability / 10, ".",
                     device.capability % 10);
+    if (extras && find_kernels(device, head_dim, dtype))
+        return text("no flash_attn kernel with ALiBi and dropout for head_dim ", head_dim, " in ", name_of(dtype),
+                    " in this library: they are made for head dims up to 256, with the sm_80 path");
     return text("no flash_attn kernel for head_dim ", head_dim, " in ", name_of(dtype), " on compute capability ",
                 device.capability / 10, ".", device.capability % 10, " in this library (built: ", built_kernels(),
                 "). Rebuild with FLASH_ATTN_CUDA_ARCHS, FLASH_ATTN_HEAD_DIMS and FLASH_ATTN_DTYPES, or use "

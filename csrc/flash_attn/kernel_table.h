@@ -23,6 +23,8 @@ struct Kernels {
     bool pass_wise;      // gradients by one pass each: bwd is dv and dk alone, no dq_accum, no splits, no bwd_post
     FwdFunction fwd;
     BwdFunction bwd, bwd_dq, bwd_post;
+    FwdFunction fwd_extras;  // with ALiBi or dropout (Extras); arch 80, head dims up to 256
+    BwdFunction bwd_extras, bwd_dq_extras;
 };
 
 extern Kernels const kKernels[];
@@ -38,11 +40,12 @@ struct Device {
 Device const& device_of(int index);
 
 // Smallest kernels for this head dim: sm_90a ones on compute capability 9.0 where they are built, otherwise the sm_80
-// path. FLASH_ATTN_FORCE_ARCH=80|90 forces one. Null where nothing fits.
-Kernels const* find_kernels(Device const& device, int64_t head_dim, DType dtype);
+// path. FLASH_ATTN_FORCE_ARCH=80|90 forces one. `extras`: those with ALiBi and dropout, which the sm_80 path alone has.
+// Null where nothing fits.
+Kernels const* find_kernels(Device const& device, int64_t head_dim, DType dtype, bool extras = false);
 
 // "" where kernels run, else what is built and how to build what is missing.
-std::string why_not(Device const& device, int64_t head_dim, DType dtype);
+std::string why_not(Device const& device, int64_t head_dim, DType dtype, bool extras = false);
 
 // "sm90 fwd bf16 head_dim 128"
 std::string name_of(Kernels const& kernels, char const* pass);

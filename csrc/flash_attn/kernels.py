@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PASSES = ("fwd", "bwd", "bwd_dq")
+PASSES = ("fwd", "bwd", "bwd_dq", "extras")  # extras: all three once more, with ALiBi and dropout
 DTYPES = ("bf16", "fp16")
 PASS_WISE_ABOVE = 256  # larger head dims: each gradient has a pass of its own, nothing needs finishing
 
@@ -47,9 +47,14 @@ HEAD_DIMS = {
 MAX_HEAD_DIM = max(max(dims) for dims in HEAD_DIMS.values())
 
 # Functions that the file of a pass defines; those of the table's columns.
-FUNCTIONS = {"fwd": ("fwd",), "bwd": ("bwd", "bwd_post"), "bwd_dq": ("bwd_dq",)}
-PARAMS = {"fwd": "FwdParams", "bwd": "BwdParams", "bwd_post": "BwdParams", "bwd_dq": "BwdParams"}
-COLUMNS = ("fwd", "bwd", "bwd_dq", "bwd_post")
+FUNCTIONS = {
+    "fwd": ("fwd",),
+    "bwd": ("bwd", "bwd_post"),
+    "bwd_dq": ("bwd_dq",),
+    "extras": ("fwd_extras", "bwd_extras", "bwd_dq_extras"),
+}
+COLUMNS = ("fwd", "bwd", "bwd_dq", "bwd_post", *FUNCTIONS["extras"])
+PARAMS = {name: "FwdParams" if name.startswith("fwd") else "BwdParams" for name in COLUMNS}
 CPP_DTYPES = {"fp16": "DType::kFloat16", "bf16": "DType::kBFloat16"}
 
 
@@ -102,6 +107,7 @@ def all_kernels(
         for head_dim in HEAD_DIMS[arch]
         if head_dims is None or head_dim in head_dims
         for pass_name in passes
+        if pass_name != "extras" or (arch == 80 and head_dim <= PASS_WISE_ABOVE)
     ]
 
 

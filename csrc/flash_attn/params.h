@@ -46,7 +46,7 @@ struct BlockSpan {
 struct QueryItem {
     int row_begin, num_rows;
     int cost;  // key columns to visit; the list is sorted by it, descending
-    int reserved;
+    int segment;  // of its rows, in plans of separate segments (Extras); else 0
     KeySpan context, decoded;
 };
 
@@ -59,6 +59,7 @@ struct KeyItem {
     int cost;
     int split;  // < 0: the item owns its keys and writes dk, dv. >= 0: writes fp32 partials of this split (zeros where
                 // its row range is empty); then all num_splits splits of these keys are in the list. Context only.
+                // -1, or of decoded keys in plans of separate segments -1 - segment.
     int reserved;
 };
 
@@ -68,6 +69,20 @@ struct Plan {
     QueryItem const* query_items;   // [num_query_items], a capacity: surplus entries have num_rows 0
     KeyItem const* key_items;       // [num_key_items], likewise
     int num_query_items, num_key_items;
+};
+
+// Options that cost the kernels registers, and so have kernels of their own (the *_extras functions of kernel_table.h). Without
+// contexts; the plan is one of separate segments: an item has rows (keys) of one segment, and the keys of a query item begin
+// at a multiple of 16 from its segment's first.
+//   ALiBi:   S -= slope |row's position - key's position|, positions aligned bottom-right
+//   dropout: out = (M / keep) softmax(S) v with M from Philox (src/sm80/extras.h); lse is that of S
+struct Extras {
+    int const* segments;            // (num_segments, 6)
+    float const* alibi_slopes;      // (num_segments or 1, num_heads), or null
+    int64_t alibi_segment_stride;   // 0: the same slopes for every segment
+    int64_t const* rng_state;       // seed, offset; null: no dropout
+    int keep_below;                 // a random byte below it keeps its probability; 1..255
+    float keep_scale;               // 1 / (1 - dropout_p)
 };
 
 // Forward:  S = q k^T * softmax_scale (softcap: c tanh(S / c)), out = softmax(S) v, lse = log sum exp S.
@@ -97,6 +112,7 @@ struct FwdParams {
 
     int* tile_counter;      // one int, zero at launch (persistent schedulers)
     Plan plan;
+    Extras const* extras;   // on the host, for the *_extras functions alone; else null
 };
 
 // Backward, with P = exp(S - lse), D = rowsum(dout * out) - dlse:

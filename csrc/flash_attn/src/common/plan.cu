@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) plan_items_kernel(__grid_constant__ 
         RowBounds bounds;
         for (int row = rows.begin + lane; row < rows.end; row += 32) bounds.add(p.row_span[row]);
         bounds = join_lanes(bounds);
-        if (lane == 0) p.unsorted_query_items[i] = make_query_item(rows, bounds);
+        if (lane == 0) p.unsorted_query_items[i] = of_segment(p, make_query_item(rows, bounds));
         return;
     }
     i -= p.query_capacity;

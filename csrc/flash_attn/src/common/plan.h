@@ -91,8 +91,10 @@ struct DecodedPieces {
     FLASH_ATTN_HOST_DEVICE Visit visit(Interval keys) const { return {rows_seeing_decoded(p, g, keys), {0, 0}}; }
 };
 
-FLASH_ATTN_HOST_DEVICE bool joinable(QueryPieces const& x, Segment const& group) { return same_context(x.g, group); }
-FLASH_ATTN_HOST_DEVICE bool joinable(DecodedPieces const&, Segment const&) { return true; }
+FLASH_ATTN_HOST_DEVICE bool joinable(QueryPieces const& x, Segment const& group) {
+    return !x.p.separate && same_context(x.g, group);
+}
+FLASH_ATTN_HOST_DEVICE bool joinable(DecodedPieces const& x, Segment const&) { return !x.p.separate; }
 
 // Walks the pieces of one chunk of segments and joins them to runs: begin and end of each run at the slot of its first
 // piece, an empty interval at all others. At a border inside a tile, the head of the next piece joins the tile when that
@@ -253,6 +255,17 @@ FLASH_ATTN_HOST_DEVICE QueryItem make_query_item(Interval rows, RowBounds const&
     return item;
 }
 
+// In plans of separate segments: the item's segment, and its keys from an aligned one on (rows' spans do not change).
+FLASH_ATTN_HOST_DEVICE QueryItem of_segment(PlanParams const& p, QueryItem item) {
+    if (!p.separate) return item;
+    item.segment = max_of(find_segment(p, item.row_begin), 0);
+    if (item.decoded.begin < item.decoded.end) {
+        int const first = load_segment(p, item.segment).k.begin;
+        item.decoded.begin -= (item.decoded.begin - first) % kSeparateAlign;
+    }
+    return item;
+}
+
 // Keys of the i-th key item in table order: decoded tiles, then context tiles with their splits, two neighbours in turn. Rows
 // are still missing.
 struct KeyTile {
@@ -318,7 +331,8 @@ FLASH_ATTN_HOST_DEVICE KeyItem make_key_item(PlanParams const& p, KeyTile const&
     }
     if (rows.empty()) rows = {0, 0};
     int const region = is_context_slot(p, t.slot) ? 1 : 0, cost = max_of(0, pair_rows.end - pair_rows.begin);
-    return {region, t.keys.begin, t.keys.end - t.keys.begin, rows.begin, rows.end, cost, t.split, 0};
+    int const split = p.separate && region == 0 ? -1 - max_of(t.slot - 1, 0) : t.split;
+    return {region, t.keys.begin, t.keys.end - t.keys.begin, rows.begin, rows.end, cost, split, 0};
 }
 
 }  // namespace flash_attn

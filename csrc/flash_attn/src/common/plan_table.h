@@ -37,7 +37,10 @@ struct PlanParams {
     int* num_items;     // [2]: query items, key items
     QueryItem* unsorted_query_items;
     KeyItem* unsorted_key_items;
+    bool separate;  // no item has rows (keys) of two segments, and items name theirs (Extras)
 };
+
+constexpr int kSeparateAlign = 16;  // keys of a separate query item begin at such a multiple from its segment's first
 
 template <typename T>
 FLASH_ATTN_HOST_DEVICE T min_of(T a, T b) { return a < b ? a : b; }

@@ -10,6 +10,7 @@
 #include "../common/mask.h"
 #include "../common/softmax.h"
 #include "bwd_load.h"
+#include "extras.h"
 #include "schedule.h"
 #include "traits.h"
 
@@ -102,9 +103,11 @@ __device__ __forceinline__ void store_keys(float (&acc)[T::kTilesN][2 * T::kPair
     store_rows<T::kBlockN, T::kHeadDim, T::kThreads>(to, row_stride, stage, 0, threadIdx.x, num_keys, p.fwd.head_dim);
 }
 
-template <typename T, bool kSoftcap, bool kAccumulateDq>
+// With extras a softcap is looked for at run time, and a score keeps its factor of dS, signed (extras.h).
+template <typename T, bool kSoftcap, bool kAccumulateDq, typename X>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
-    backward_kernel(BwdParams const __grid_constant__ p, Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales) {
+    backward_kernel(BwdParams const __grid_constant__ p, Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales,
+                    X const __grid_constant__ extras) {
     using Element = typename T::Element;
     constexpr int kD = T::kHeadDim, kN = T::kBlockN, MT = T::kTilesM, NS = T::kPairsS;
     extern __shared__ __align__(1024) char shared_bytes[];
@@ -144,9 +147,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     // Lane addresses serve two tiles of the same shape, a constant apart: q and dout, K and V, P and dS. Where these kernels would
     // spill, they and a round's stage are computed anew at each use.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    constexpr bool kAnew = T::kDoutStages == 1 || !kAccumulateDq;
+    constexpr bool kAnew = T::kDoutStages == 1 || !kAccumulateDq || (X::kOn && kD > 64);
 #else
-    constexpr bool kAnew = false;
+    constexpr bool kAnew = X::kOn && kD > 64;
 #endif
     constexpr int kQueryToDout = T::kDout - T::kQuery, kKeyToValue = T::kValue - T::kKey, kPToDs = T::kDs - T::kP;
     auto const first_row = [](int warp) { return 16 * MT * (warp % T::kWarpsM); };
@@ -186,6 +189,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
             },
             [&](int kk, int np, uint32_t(&b)[4]) { load_matrix(b, k_now.at(16 * T::kColsS * np, 2 * kk)); });
         if constexpr (kSoftcap) apply_softcap(s, scales.over_softcap);
+        bool softcap = false;
+        if constexpr (X::kOn) {
+            softcap = scales.over_softcap > 0.f;
+            if (softcap) apply_softcap(s, scales.over_softcap);
+        }
         if (!blocks.clean(i)) mask_scores<T>(s, f, blocks, blocks.block(i), row_s, column_s);
 
         uint32_t const stats = shared + T::kStats + stage() * T::kStatBytes + (row_s + lane / 4) * 4;
@@ -193,6 +201,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) {
             float const lse[2] = {load_shared(stats + mt * 64), load_shared(stats + mt * 64 + 32)};
+            float slope = 0.f;
+            int distance = 0;
+            uint32_t dropped[1][2][NS];
+            if constexpr (X::kOn) {
+                ItemExtras const options(extras, -1 - blocks.split(), blocks.head(i));
+                int const row = blocks.block(i) * T::kBlockM + row_s + 16 * mt, key = blocks.key_begin() + column_s;
+                slope = options.slope(scales.log2), distance = options.distance(row, key);
+                options.template draw<16 * T::kColsS>(dropped, row, key);
+            }
 #pragma unroll
             for (int np = 0; np < NS; ++np) {
                 float prob[2][4];
@@ -200,8 +217,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
                 for (int nt = 0; nt < 2; ++nt)
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
-                        prob[nt][j] = exponent(s[mt][2 * np + nt][j], lse[j / 2]);
-                        if constexpr (!kSoftcap) s[mt][2 * np + nt][j] = prob[nt][j];
+                        float& x = s[mt][2 * np + nt][j];
+                        if constexpr (X::kOn) {
+                            float const biased = with_alibi<16 * T::kColsS>(x, slope, distance, 2 * np + nt, j);
+                            x = signed_factor(exponent(biased, lse[j / 2]), x, softcap, dropped[0][j / 2][np], 2 * nt + j % 2, prob[nt][j]);
+                            continue;
+                        }
+                        prob[nt][j] = exponent(x, lse[j / 2]);
+                        if constexpr (!kSoftcap) x = prob[nt][j];
                     }
                 store_pair<Element, kN>(shared + T::kP, row_s + 16 * mt, column_s / 8 + 2 * T::kColsS * np, prob[0], prob[1]);
             }
@@ -236,7 +259,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
                     for (int j = 0; j < 4; ++j) {
                         float x = s[mt][nt][j];
                         if constexpr (kSoftcap) x = x == -INFINITY ? 0.f : exponent(x, lse[j / 2]) * (1.f - x * x);
-                        dp[mt][nt][j] = x * (dp[mt][nt][j] - delta[j / 2]);
+                        if constexpr (X::kOn) dp[mt][nt][j] = score_gradient(x, dp[mt][nt][j], extras.keep_scale, delta[j / 2]);
+                        else dp[mt][nt][j] = x * (dp[mt][nt][j] - delta[j / 2]);
                     }
                 store_pair<Element, kN>(shared + T::kDs + ds_stage(), row_s + 16 * mt, column_s / 8 + 2 * T::kColsS * np, dp[mt][2 * np],
                                         dp[mt][2 * np + 1]);
@@ -300,7 +324,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     }
     __syncthreads();  // the key tiles become staging
     bool const context = blocks.region() != 0;
-    store_keys<T>(dv, 1.f, shared + T::kValue, context ? p.dv_context : p.dv, context ? p.dv_context_row_stride : p.dv_row_stride,
+    float dv_scale = 1.f;
+    if constexpr (X::kOn) dv_scale = extras.keep_scale;
+    store_keys<T>(dv, dv_scale, shared + T::kValue, context ? p.dv_context : p.dv, context ? p.dv_context_row_stride : p.dv_row_stride,
                   context ? p.dv_context_head_stride : p.dv_head_stride, p.dv_partial, p, blocks);
     store_keys<T>(dk, f.softmax_scale, shared + T::kKey, context ? p.dk_context : p.dk,
                   context ? p.dk_context_row_stride : p.dk_row_stride, context ? p.dk_context_head_stride : p.dk_head_stride,

@@ -8,6 +8,7 @@
 #include "../common/fragments.h"
 #include "../common/mask.h"
 #include "../common/softmax.h"
+#include "extras.h"
 #include "schedule.h"
 #include "traits.h"
 
@@ -134,9 +135,11 @@ __device__ __forceinline__ void store_forward(FwdParams const& p, QueryItem cons
     store_warp_rows<T>(o, out, p.out_row_stride, stage, first_row, item.num_rows - first_row, p.head_dim);
 }
 
-template <typename T, bool kSoftcap>
-__global__ void __launch_bounds__(T::kThreads, kSoftcap && T::kBlocksPerSm > 2 ? 2 : T::kBlocksPerSm)
-    forward_kernel(FwdParams const __grid_constant__ p, Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales) {
+// With extras a softcap is looked for at run time.
+template <typename T, bool kSoftcap, typename X>
+__global__ void __launch_bounds__(T::kThreads, (kSoftcap || X::kOn) && T::kBlocksPerSm > 2 ? 2 : T::kBlocksPerSm)
+    forward_kernel(FwdParams const __grid_constant__ p, Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales,
+                   X const __grid_constant__ extras) {
     using Element = typename T::Element;
     constexpr int MT = T::kRowTiles, NT = T::kBlockN / 8, NO = T::kHeadDim / 8;
     extern __shared__ __align__(1024) char shared_bytes[];
@@ -196,7 +199,30 @@ __global__ void __launch_bounds__(T::kThreads, kSoftcap && T::kBlocksPerSm > 2 ?
                 copy_async_commit();
             });
         if constexpr (kSoftcap) apply_softcap(s, scales.over_softcap);
+        if constexpr (X::kOn)
+            if (scales.over_softcap > 0.f) apply_softcap(s, scales.over_softcap);
         mask_unseen<T>(s, tiles, i, warp_row, -INFINITY);
+        if constexpr (X::kOn) {
+            if (extras.alibi_slopes != nullptr) {
+                QueryItem const rows = tiles.item();
+                ItemExtras const options(extras, rows.segment, head);
+                float const slope = options.slope(scales.log2);
+                int const distance = options.distance(rows.row_begin + warp_row, tiles.tile(i).first);
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                    for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) s[mt][nt][j] = with_alibi<16>(s[mt][nt][j], slope, distance + 16 * mt, nt, j);
+            }
+        }
+    };
+    auto const drop = [&](int i) {
+        if constexpr (X::kOn) {
+            if (extras.rng_state == nullptr) return;
+            QueryItem const rows = tiles.item();
+            ItemExtras(extras, rows.segment, head).drop(prob, rows.row_begin + warp_row, tiles.tile(i).first);
+        }
     };
     auto const add_values = [&](int i, auto meanwhile) {
         auto const v_now = v_lane.moved(slot_of(i, true) * T::kSlotBytes);
@@ -222,6 +248,7 @@ __global__ void __launch_bounds__(T::kThreads, kSoftcap && T::kBlocksPerSm > 2 ?
             wait();
             scores(0);
             whole_softmax();
+            drop(0);
         }
         for (int i = 1; i < num_tiles; ++i) {
             wait();
@@ -229,6 +256,7 @@ __global__ void __launch_bounds__(T::kThreads, kSoftcap && T::kBlocksPerSm > 2 ?
             SoftmaxTile<Element, MT, NT> tile(softmax, s, prob, scales.log2);
             add_values(i - 1, [&](int step) { tile.template slice<T::kBlockN / 16 * NO / 2>(step); });
             tile.rescale(o);
+            drop(i);
         }
         wait();
         if (num_tiles > 0) add_values(num_tiles - 1, NoWork{});
@@ -237,6 +265,7 @@ __global__ void __launch_bounds__(T::kThreads, kSoftcap && T::kBlocksPerSm > 2 ?
             wait();
             scores(i);
             whole_softmax();
+            drop(i);
             if constexpr (!T::kPaired) {
                 wait();
                 load_keys(i + 1, true, false);
@@ -244,6 +273,15 @@ __global__ void __launch_bounds__(T::kThreads, kSoftcap && T::kBlocksPerSm > 2 ?
             }
             add_values(i, NoWork{});
         }
+    }
+    if constexpr (X::kOn) {
+        float const keep_scale = extras.keep_scale;
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int no = 0; no < NO; ++no)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) o[mt][no][j] *= keep_scale;
     }
     store_forward<T>(p, tiles.item(), head, shared, warp_row, softmax, o);
 }

@@ -71,52 +71,80 @@ inline bool strides_fit(FwdParams const& p, int64_t dout_row_stride = 0) {
     return true;
 }
 
-template <typename Element, int kHeadDim>
+// kExtras, here and below: the kernels that know p.extras.
+template <typename Element, int kHeadDim, bool kExtras = false>
 cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
     if (!strides_fit(p)) return cudaErrorNotSupported;
     if constexpr (kHeadDim > 256) return run_wide_fwd<Element>(p, section_heads(p, p.num_heads_k), stream);
     int const row = find_tile(kForwardTiles, kHeadDim, shared_memory_limit(), &ForwardTile::shared_bytes);
     return with_row<kHeadDim, kForwardTiles>(row, [&](auto constant) {
         using T = typename ForwardOf<Element, decltype(constant)::value>::Traits;
-        auto const kernel = p.softcap > 0.f ? forward_kernel<T, true> : forward_kernel<T, false>;
         int64_t const blocks = static_cast<int64_t>(p.plan.num_query_items) * p.num_heads;
-        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
-                      Schedule(p.plan.num_query_items, section_heads(p, p.num_heads_k), p.num_heads / p.num_heads_k), Scales(p));
+        auto const start = [&](auto kernel, auto extras) {
+            return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
+                          Schedule(p.plan.num_query_items, section_heads(p, p.num_heads_k), p.num_heads / p.num_heads_k), Scales(p), extras);
+        };
+        if constexpr (kExtras) return start(forward_kernel<T, false, WithExtras>, WithExtras(p));
+        else return start(p.softcap > 0.f ? forward_kernel<T, true, NoExtras> : forward_kernel<T, false, NoExtras>, NoExtras());
     });
 }
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, bool kExtras = false>
 cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
     if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorNotSupported;
     if constexpr (kHeadDim > 256) return run_wide_bwd<Element>(p, stream);
     int const row = find_tile(kBackwardTiles, kHeadDim, shared_memory_limit(), &BackwardTile::shared_bytes);
     return with_row<kHeadDim, kBackwardTiles>(row, [&](auto constant) {
         using T = typename BackwardOf<Element, decltype(constant)::value>::Traits;
-        auto const kernel = p.dq_accum == nullptr
-                                ? (p.fwd.softcap > 0.f ? backward_kernel<T, true, false> : backward_kernel<T, false, false>)
-                                : (p.fwd.softcap > 0.f ? backward_kernel<T, true, true> : backward_kernel<T, false, true>);
         // One section: items are long and few, so that the list's order over all heads is what keeps the SMs busy to the end.
         int const heads_k = p.head_k_end - p.head_k_begin;
         int64_t const blocks = static_cast<int64_t>(p.fwd.plan.num_key_items) * heads_k;
-        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
-                      Schedule(p.fwd.plan.num_key_items, heads_k, p.fwd.num_heads / p.fwd.num_heads_k), Scales(p.fwd));
+        bool const softcap = p.fwd.softcap > 0.f, accumulate = p.dq_accum != nullptr;
+        auto const start = [&](auto kernel, auto extras) {
+            return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
+                          Schedule(p.fwd.plan.num_key_items, heads_k, p.fwd.num_heads / p.fwd.num_heads_k), Scales(p.fwd), extras);
+        };
+        if constexpr (kExtras)
+            return start(accumulate ? backward_kernel<T, false, true, WithExtras> : backward_kernel<T, false, false, WithExtras>, WithExtras(p.fwd));
+        else
+            return start(accumulate ? (softcap ? backward_kernel<T, true, true, NoExtras> : backward_kernel<T, false, true, NoExtras>)
+                                    : (softcap ? backward_kernel<T, true, false, NoExtras> : backward_kernel<T, false, false, NoExtras>),
+                         NoExtras());
     });
 }
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, bool kExtras = false>
 cudaError_t run_bwd_dq(BwdParams const& p, cudaStream_t stream) {
     if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorNotSupported;
     if constexpr (kHeadDim > 256) return run_wide_bwd_dq<Element>(p, section_heads(p.fwd, p.head_k_end - p.head_k_begin), stream);
     int const row = find_tile(kDqTiles, kHeadDim, shared_memory_limit(), &ForwardTile::pass_shared_bytes);
     return with_row<kHeadDim, kDqTiles>(row, [&](auto constant) {
         using T = typename DqPassOf<Element, decltype(constant)::value>::Traits;
-        auto const kernel = p.fwd.softcap > 0.f ? dq_pass_kernel<T, true> : dq_pass_kernel<T, false>;
         int const heads_k = p.head_k_end - p.head_k_begin;
         int const group = p.fwd.num_heads / p.fwd.num_heads_k;
         int64_t const blocks = static_cast<int64_t>(p.fwd.plan.num_query_items) * heads_k * group;
-        return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
-                      Schedule(p.fwd.plan.num_query_items, section_heads(p.fwd, heads_k), group), Scales(p.fwd));
+        auto const start = [&](auto kernel, auto extras) {
+            return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
+                          Schedule(p.fwd.plan.num_query_items, section_heads(p.fwd, heads_k), group), Scales(p.fwd), extras);
+        };
+        if constexpr (kExtras) return start(dq_pass_kernel<T, false, WithExtras>, WithExtras(p.fwd));
+        else return start(p.fwd.softcap > 0.f ? dq_pass_kernel<T, true, NoExtras> : dq_pass_kernel<T, false, NoExtras>, NoExtras());
     });
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t run_fwd_extras(FwdParams const& p, cudaStream_t stream) {
+    return run_fwd<Element, kHeadDim, true>(p, stream);
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t run_bwd_extras(BwdParams const& p, cudaStream_t stream) {
+    return run_bwd<Element, kHeadDim, true>(p, stream);
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t run_bwd_dq_extras(BwdParams const& p, cudaStream_t stream) {
+    return run_bwd_dq<Element, kHeadDim, true>(p, stream);
 }
 
 template <typename Element, int kHeadDim>

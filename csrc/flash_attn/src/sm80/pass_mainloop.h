@@ -9,9 +9,10 @@
 
 namespace flash_attn::sm80 {
 
-template <typename T, bool kSoftcap>
+template <typename T, bool kSoftcap, typename X>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
-    dq_pass_kernel(BwdParams const __grid_constant__ p, Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales) {
+    dq_pass_kernel(BwdParams const __grid_constant__ p, Schedule const __grid_constant__ schedule, Scales const __grid_constant__ scales,
+                   X const __grid_constant__ extras) {
     using Element = typename T::Element;
     constexpr int kD = T::kHeadDim, MT = T::kRowTiles, NT = T::kBlockN / 8;
     extern __shared__ __align__(1024) char shared_bytes[];
@@ -72,8 +73,33 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
         };
         scores(s, 0, pair * T::kSlotBytes);
         if constexpr (kSoftcap) apply_softcap(s, scales.over_softcap);
+        [[maybe_unused]] bool softcap = false;
+        if constexpr (X::kOn) {
+            softcap = scales.over_softcap > 0.f;
+            if (softcap) apply_softcap(s, scales.over_softcap);
+        }
         mask_unseen<T>(s, tiles, i, warp_row, -INFINITY);
-        if constexpr (!kSoftcap) {
+        if constexpr (X::kOn) {
+            QueryItem const rows = tiles.item();
+            ItemExtras const options(extras, rows.segment, head);
+            float const slope = options.slope(scales.log2);
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+                int const row = rows.row_begin + warp_row + 16 * mt, key = tiles.tile(i).first, distance = options.distance(row, key);
+                uint32_t dropped[1][2][NT / 2];
+                options.template draw<16>(dropped, row, key);
+                float const lse[2] = {load_shared(stats + mt * 64), load_shared(stats + mt * 64 + 32)};
+#pragma unroll
+                for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        float& x = s[mt][nt][j];
+                        float kept;
+                        x = signed_factor(exponent(with_alibi<16>(x, slope, distance, nt, j), lse[j / 2]), x, softcap,
+                                          dropped[0][j / 2][nt / 2], nt % 2 * 2 + j % 2, kept);
+                    }
+            }
+        } else if constexpr (!kSoftcap) {
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt) {
                 float const lse[2] = {load_shared(stats + mt * 64), load_shared(stats + mt * 64 + 32)};
@@ -96,7 +122,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
                 for (int j = 0; j < 4; ++j) {
                     float x = s[mt][nt][j];
                     if constexpr (kSoftcap) x = x == -INFINITY ? 0.f : exponent(x, lse[j / 2]) * (1.f - x * x);
-                    dp[mt][nt][j] = x * (dp[mt][nt][j] - delta[j / 2]);
+                    if constexpr (X::kOn) dp[mt][nt][j] = score_gradient(x, dp[mt][nt][j], extras.keep_scale, delta[j / 2]);
+                    else dp[mt][nt][j] = x * (dp[mt][nt][j] - delta[j / 2]);
                 }
         }
         auto const k_now = k_columns.moved(pair * T::kSlotBytes);
