@@ -52,7 +52,8 @@ def test_figures_are_those_of_the_measurements(report):
         text = (ROOT / block.document).read_text()
         assert report.filled(text, block) == text, f"{block.name} is out of date: run make report"
         if block.draw:
-            assert all(source.with_suffix(".png").is_file() for source in block.sources())
+            plots = [source.with_suffix(kind) for source in block.sources() for kind in (".png", ".svg")]
+            assert all(plot.is_file() for plot in plots), f"{block.name}: run make report"
 
 
 def test_a_changed_figure_is_noticed(report, tmp_path, monkeypatch):
