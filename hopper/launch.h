@@ -55,7 +55,7 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
     BwdStorage<T>& s = *reinterpret_cast<BwdStorage<T>*>(memory);
     Plan const& plan = args.params.fwd.plan;
     int item_index, head;
-    args.order.decode(blockIdx.x / T::kCluster, item_index, head);
+    args.order.decode_keys(plan, T::kCluster, blockIdx.x / T::kCluster, item_index, head);
     item_index = item_index * T::kCluster + blockIdx.x % T::kCluster;
     if (item_index >= plan.num_key_items) { return; }
     KeyItem const item = plan.key_items[item_index];
@@ -96,7 +96,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) char memory[];
     BwdWideStorage<T>& s = *reinterpret_cast<BwdWideStorage<T>*>(memory);
     int item_index, head;
-    args.order.decode(blockIdx.x / 2, item_index, head);
+    args.order.decode_keys(args.params.fwd.plan, 1, blockIdx.x / 2, item_index, head);
     KeyItem const item = args.params.fwd.plan.key_items[item_index];
     if (item.num_keys == 0) { return; }
     if (threadIdx.x == 0) {

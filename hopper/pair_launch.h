@@ -14,7 +14,11 @@ __global__ void __launch_bounds__(T::kThreads, 1) pair_kernel(__grid_constant__ 
     PairStorage<T>& s = *reinterpret_cast<PairStorage<T>*>(memory);
     int const rank = cluster_rank(), blocks = cluster_size();
     int item_index, head;
-    args.order.decode(blockIdx.x / blocks, item_index, head);
+    if constexpr (T::kDkv) {
+        args.order.decode_keys(args.params.fwd.plan, 1, blockIdx.x / blocks, item_index, head);
+    } else {
+        args.order.decode(blockIdx.x / blocks, item_index, head);
+    }
     if constexpr (T::kForward) { head = head * blocks + rank; }
     auto const item = [&] {
         if constexpr (T::kDkv) {

@@ -11,16 +11,28 @@ namespace flash_attn::sm90 {
 struct WorkOrder {
     int num_items, num_heads, section_heads;
     int first_head;
+    int num_first = 0;  // so many entries of the list come before all others, for every head
 
     int size() const { return num_items * num_heads; }
 
+    // Key items: the long ones first (KeyItem::num_long), `unit` entries at a time.
+    __device__ __forceinline__ void decode_keys(Plan const& plan, int unit, int index, int& item, int& head) const {
+        WorkOrder order = *this;
+        order.num_first = min((__ldg(&plan.key_items->num_long) + unit - 1) / unit, num_items);
+        order.decode(index, item, head);
+    }
     __device__ __forceinline__ void decode(int index, int& item, int& head) const {
-        int const section = index / (num_items * section_heads);
-        int const first = section * section_heads;
-        int const heads = min(section_heads, num_heads - first);
-        int const rest = index - num_items * first;
-        item = rest / heads;
-        head = first_head + first + rest - item * heads;
+        int first = 0, begin = 0, items = num_first, heads = num_heads;
+        if (index >= num_first * num_heads) {
+            index -= num_first * num_heads;
+            begin = num_first;
+            items = num_items - num_first;
+            first = index / (items * section_heads) * section_heads;
+            heads = min(section_heads, num_heads - first);
+        }
+        int const rest = index - items * first;
+        item = begin + rest / heads;
+        head = first_head + first + rest % heads;
     }
 };
 

@@ -75,6 +75,8 @@ extern "C" int plan_on_host(int const* segments, int const* sizes, int* row_span
         KeyTile const tile = key_item_tile(p, i);
         keys.push_back(make_key_item(p, tile, key_item_rows(p, tile, tile.keys, 0, 1), key_item_rows(p, tile, tile.pair, 0, 1)));
     }
+    int const num_long = int(std::count_if(keys.begin(), keys.end(), [&](KeyItem const& x) { return x.cost > long_item_rows(p); }));
+    for (KeyItem& item : keys) item.num_long = num_long;
     sort_items(queries, reinterpret_cast<QueryItem*>(query_items), p.query_capacity);
     sort_items(keys, reinterpret_cast<KeyItem*>(key_items), p.key_capacity);
     return num_queries > p.query_capacity || num_keys > p.key_capacity;

@@ -322,6 +322,12 @@ def build_plan(
                 rows = (lo, hi) if lo < hi else (0, 0)
                 keys.append([region, key_begin, num_keys, *rows, cut[1] - cut[0], part, 0])
 
+    if window_size[0] >= 0 and (causal or window_size[1] >= 0):
+        longest = 2 * (window_size[0] + (0 if causal else window_size[1]) + 1 + 2 * tile.bwd_block_n)
+        num_long = sum(item[5] > longest for item in keys)
+        for item in keys:
+            item[7] = num_long
+
     num_segments = t.num_segments
     return Plan(
         row_span=torch.from_numpy(t.span).to(torch.int32),

@@ -88,3 +88,19 @@ def test_key_tiles_are_visited_by_the_rows_of_their_window_only(tile: TileSizes)
             assert len(visited) <= (count + left) // 64 + 2 + len(responses) * (left // 64 + 2)
         if region == 0:
             assert row_end - row_begin <= count + left
+
+
+@pytest.mark.parametrize("tile", [TileSizes(64, 64), TileSizes(128, 128)], ids=["64", "128"])
+def test_long_key_items_lead_the_list(tile: TileSizes) -> None:
+    """The last keys of a context are seen by rows of every response. Kernels start these items first, for all
+    heads: one that starts late is what the launch ends with."""
+    left, prompt, responses = 100, 1000, [600, 600, 600]
+    _, _, keys = items(left, prompt, responses, tile)
+    (num_long,) = {item[7] for item in keys}
+    several = [item for item in keys if item[0] == 1 and item[1] + item[2] > prompt - left]
+    assert several and all(item in keys[:num_long] for item in several)
+    assert num_long <= len(several) + 1  # the other tile of a pair
+    assert all(item[4] - item[3] <= left + tile.bwd_block_n for item in keys[num_long:])
+    for window in (-1, 3000):  # none, or one that no item exceeds
+        _, _, keys = items(window, prompt, responses, tile)
+        assert {item[7] for item in keys} == {0}

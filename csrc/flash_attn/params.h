@@ -60,7 +60,7 @@ struct KeyItem {
     int split;  // < 0: the item owns its keys and writes dk, dv. >= 0: writes fp32 partials of this split (zeros where
                 // its row range is empty); then all num_splits splits of these keys are in the list. Context only.
                 // -1, or of decoded keys in plans of separate segments -1 - segment.
-    int reserved;
+    int num_long;  // of the list, the same in every entry: it begins with so many long ones (long_item_rows in plan.h)
 };
 
 struct Plan {

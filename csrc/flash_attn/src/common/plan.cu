@@ -117,31 +117,42 @@ __global__ void __launch_bounds__(kThreads) plan_items_kernel(__grid_constant__ 
     if (lane == 0) p.unsorted_key_items[i] = make_key_item(p, tile, rows, pair_rows);
 }
 
+__device__ void set_num_long(QueryItem&, int) {}
+__device__ void set_num_long(KeyItem& item, int count) { item.num_long = count; }
+
 // Moves item i to its rank: the number of items that cost more, or as much and stand before it. Quadratic, in parallel.
+// Items that cost more than `long_cost` are counted.
 template <typename Item>
-__device__ void sort_items(Item const* items, Item* sorted, int num_items, int capacity, int i) {
+__device__ void sort_items(Item const* items, Item* sorted, int num_items, int capacity, int i, int long_cost) {
     __shared__ int costs[kThreads];
     int const own = i < num_items ? items[i].cost : 0;
-    int rank = 0;
+    int rank = 0, num_long = 0;
     for (int base = 0; base < num_items; base += kThreads) {
         __syncthreads();
         if (base + int(threadIdx.x) < num_items) costs[threadIdx.x] = items[base + threadIdx.x].cost;
         __syncthreads();
         int const count = min(kThreads, num_items - base), before = i - base;
-        for (int j = 0; j < count; ++j) rank += costs[j] > own || (costs[j] == own && j < before);
+        for (int j = 0; j < count; ++j) {
+            rank += costs[j] > own || (costs[j] == own && j < before);
+            num_long += costs[j] > long_cost;
+        }
     }
-    if (i < num_items) sorted[rank] = items[i];
-    else if (i < capacity) sorted[i] = Item{};
+    if (i < num_items) {
+        Item item = items[i];
+        set_num_long(item, num_long);
+        sorted[rank] = item;
+    } else if (i < capacity) sorted[i] = Item{};
 }
 
 __global__ void __launch_bounds__(kThreads) plan_sort_kernel(__grid_constant__ PlanParams const p) {
     int const query_blocks = (p.query_capacity + kThreads - 1) / kThreads;
     int const block = blockIdx.x;
     if (block < query_blocks)
-        sort_items(p.unsorted_query_items, p.query_items, p.num_items[0], p.query_capacity, block * kThreads + threadIdx.x);
+        sort_items(p.unsorted_query_items, p.query_items, p.num_items[0], p.query_capacity, block * kThreads + threadIdx.x,
+                   INT32_MAX);
     else
         sort_items(p.unsorted_key_items, p.key_items, p.num_items[1], p.key_capacity,
-                   (block - query_blocks) * kThreads + threadIdx.x);
+                   (block - query_blocks) * kThreads + threadIdx.x, long_item_rows(p));
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + 15) / 16 * 16; }

@@ -335,4 +335,12 @@ FLASH_ATTN_HOST_DEVICE KeyItem make_key_item(PlanParams const& p, KeyTile const&
     return {region, t.keys.begin, t.keys.end - t.keys.begin, rows.begin, rows.end, cost, split, 0};
 }
 
+// Within a window, one segment's rows that see a pair of tiles are at most half of this. Longer: the last keys of a context,
+// seen by rows of every response. There are few, each many times an ordinary item, so all heads should start theirs first.
+FLASH_ATTN_HOST_DEVICE int long_item_rows(PlanParams const& p) {
+    if (p.window_left < 0 || p.window_right < 0) return INT32_MAX;
+    int64_t const rows = 2 * (int64_t(p.window_left) + p.window_right + 1 + 2 * p.bwd_block_n);
+    return rows < INT32_MAX ? int(rows) : INT32_MAX;
+}
+
 }  // namespace flash_attn
