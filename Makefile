@@ -51,7 +51,8 @@ install:  ## install into the Python that runs (CUDA library where a GPU is visi
 wheel: $(VENV)/dev.stamp  ## build dist/*.whl (CUDA library as for install)
 	$(BIN)/python -m build --wheel --no-isolation $(ARGS)
 
-kernels: $(VENV)/dev.stamp  ## compile one kernel per arch and pass, read the compiler's report and the machine code (nvcc, no GPU)
+kernels: $(VENV)/dev.stamp  ## compile one kernel per arch and pass, read the compiler's report and the machine code (nvcc, no GPU); interpret the decode kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_decode.py
 	$(BIN)/python csrc/flash_attn/kernels.py --archs "80;90" --gpus "80;90" --head-dims 64 --dtypes bf16 --strict --out build/check
 	$(BIN)/python tests/check_library.py build/check/_C.so
 
@@ -112,6 +113,6 @@ $(VENV)/test.stamp: $(VENV)/demo.stamp
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp
-	$(VENV)/$(PIP) -c requirements/pins.txt ruff mypy build ninja nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	$(VENV)/$(PIP) -c requirements/pins.txt ruff mypy build ninja triton nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	$(VENV)/$(PIP) --no-deps -c requirements/pins.txt nvidia-cutlass
 	@touch $@

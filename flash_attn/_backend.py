@@ -4,6 +4,7 @@ loaded on import.
     FLASH_ATTN_BACKEND=cuda|composed   forces one on GPU tensors ("cuda": or raises, saying why not)
     FLASH_ATTN_FORCE_ARCH=80|90        runs the sm_80 kernels on Hopper, or insists on the sm_90a ones
     FLASH_ATTN_LIBRARY=FILE            loads this library instead of the installed one
+    FLASH_ATTN_DECODE=op               decodes through the op, without the Triton kernels (_decode.py)
 CPU tensors always run on the CPU implementation.
 """
 

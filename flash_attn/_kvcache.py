@@ -1,4 +1,5 @@
-"""Decoding against a cache of keys and values, through the op that trains shared prompts.
+"""Decoding against a cache of keys and values: by kernels of its own (_decode.py), or through the op that
+trains shared prompts, where Triton is missing, on CPUs and for many queries:
 
     rotate q and k -> append k, v to the cache in place -> attention of every query row on its cache rows
 A cache is rows of the op's context tensor, so nothing is copied and pages may lie anywhere. Few queries: the
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flash_attn import _kvcache_checks, _ops, _rotary, checks
+from flash_attn import _decode, _kvcache_checks, _ops, _rotary, checks
 from flash_attn._calls import kernel_head_dim, op_head_dims, scale_of, unit_stride_rows
 
 _MAX_PACKED_ROWS = 64  # query rows of a kv head that go into one tile; longer queries run as a prefill does
@@ -270,29 +271,50 @@ def with_kvcache(
         raise ValueError("rotary_cos must come with k and v: what is in the cache has been rotated")
     scale = scale_of(softmax_scale, q)
 
+    window = (int(window_size[0]), int(window_size[1]))
     batch, seqlen_q, num_heads, _ = q.shape
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    added = k.shape[1] if k is not None else 0
+    if rotary_cos is not None and rotary_sin is not None:
+        _kvcache_checks.tables(rotary_cos, rotary_sin, q, capacity)
+    moving = causal or window[0] >= 0 or window[1] >= 0
+    on_kernels = _decode.usable(q, k_cache, v_cache, block_table)
+    if on_kernels and not checks.values_are_read(q):
+        before = first = length = None
+    else:
+        before = seqlens_of(cache_seqlens, batch, capacity, q.device)
+        first = torch.zeros_like(before) if cache_leftpad is None else cache_leftpad.long()
+        length = before + added
+        _kvcache_checks.lengths(before, length, capacity, first)
+        _kvcache_checks.places(cache_batch_idx, block_table, k_cache.shape[0], k_cache.shape[1], length)
+    if on_kernels:
+        in_cache = capacity if cache_seqlens is None else cache_seqlens
+        seqlens, number = (in_cache, 0) if isinstance(in_cache, Tensor) else (None, int(in_cache))
+        rotary = None
+        if rotary_cos is not None and rotary_sin is not None:
+            rotary = _decode.Rotary(rotary_cos, rotary_sin, rotary_interleaved, moving, number)
+        keys = _decode.Keys(
+            k_cache, v_cache, seqlens, number + added, cache_leftpad, cache_batch_idx, block_table,
+            (window[0], 0 if causal else window[1]),
+        )  # fmt: skip
+        if k is not None and v is not None:
+            _decode.append(keys, k, v, rotary)
+        return _decode.decode(q, keys, scale, float(softcap), num_splits, rotary=rotary)
+
+    assert before is not None and first is not None and length is not None
     cache = open_cache(k_cache, v_cache, batch, cache_batch_idx, block_table)
-    before = seqlens_of(cache_seqlens, batch, cache.capacity, q.device)
-    first = torch.zeros_like(before) if cache_leftpad is None else cache_leftpad.long()
-    length = before + (k.shape[1] if k is not None else 0)
-    _kvcache_checks.lengths(before, length, cache.capacity, first)
-    _kvcache_checks.places(cache_batch_idx, block_table, k_cache.shape[0], k_cache.shape[1], length)
     if rotary_cos is not None and rotary_sin is not None and k is not None:
-        _kvcache_checks.tables(rotary_cos, rotary_sin, q, cache.capacity)
         tables = rotary_cos, rotary_sin, rotary_interleaved, before
-        moving = causal or window_size[0] >= 0 or window_size[1] >= 0
         q, k = rotate(q, *tables, moving), rotate(k, *tables, True)
     if k is not None and v is not None:
         append(cache, k, v, before)
     length = length.clamp(0, cache.capacity)
     first = torch.minimum(first.clamp(min=0), length)
 
-    window = (int(window_size[0]), int(window_size[1]))
     if seqlen_q * (num_heads // cache.k.shape[1]) > _MAX_PACKED_ROWS:
         return many_queries(q, cache, first, length, scale, causal, window, float(softcap))
     seen = visible(first, length, seqlen_q, causal, window)
     source = cache_seqlens if isinstance(cache_seqlens, Tensor) else before
-    added = k.shape[1] if k is not None else 0
     others, memory = (cache_batch_idx, cache_leftpad, block_table), (k_cache.shape[0], k_cache.stride(0))
     key = (source, others, added, causal, window, cache.capacity, memory)
     return few_queries(q, cache, seen, key, scale, float(softcap), num_splits)

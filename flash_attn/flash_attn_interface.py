@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flash_attn import _kvcache, checks
+from flash_attn import _kvcache, _shared_decode, checks
 from flash_attn._calls import (
     Output,
     attention,
@@ -242,7 +242,7 @@ def flash_attn_with_kvcache(
     (positions, rotary_dim / 2) turn k and q at their positions (without `causal` and window, all of q at the
     first new one). `cache_batch_idx` (B,): the sequence of the cache for each of q; `cache_leftpad` (B,):
     where its keys begin (rotary positions count from the cache's first row all the same). `num_splits`:
-    parts in which the keys are processed side by side, 0 chooses (with `block_table` each page is one).
+    parts in which the keys are processed side by side, 0 chooses.
     Masks as in `flash_attn_func` with Sk = keys after the call. Returns out (B, Sq, H, Dv), with
     `return_softmax_lse` also lse (B, H, Sq) fp32. Not differentiable. Positions outside the cache raise where
     values are read (CPU, FLASH_ATTN_CHECK=1); else they are clamped to its last row. ALiBi raises
@@ -252,6 +252,40 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
         block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes,
         num_splits,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def flash_attn_shared_prompt_with_kvcache(
+    q: Tensor,
+    k_prompt: Tensor,
+    v_prompt: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    prompt_seqlens: int | Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attn_with_kvcache` of B sequences on G prompts, each stored once and read once.
+
+    `k_prompt`, `v_prompt` (G, P, Hk, D): sequences g * B / G to (g + 1) * B / G - 1 of q (B, Sq, H, D) stand
+    on the first `prompt_seqlens[g]` keys of prompt g (default: all), then on their own in `k_cache`,
+    `v_cache` (B, seqlen, Hk, D), of which `cache_seqlens` are there and behind which `k`, `v` are appended.
+    Rotary positions count through the prompt. Where `causal`, every sequence must have a key of its own for
+    each of its Sq queries. Other arguments, results and errors as there. Not differentiable.
+    """
+    out, lse = _shared_decode.with_kvcache(
+        q, k_prompt, v_prompt, k_cache, v_cache, k, v, rotary_cos, rotary_sin, prompt_seqlens, cache_seqlens,
+        softmax_scale, causal, softcap, rotary_interleaved, num_splits,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 

@@ -11,7 +11,15 @@ from gpu_cases import CUDA, poisoned
 from numerics import assert_close
 from torch import Tensor
 
-from flash_attn import flash_attn_with_kvcache, reference
+from flash_attn import flash_attn_shared_prompt_with_kvcache, flash_attn_with_kvcache, reference
+from flash_attn.layers.rotary import apply_rotary_emb
+
+
+@pytest.fixture(autouse=True, params=["kernels", "op"])
+def decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries run on the decode kernels, or where Triton is missing through the op."""
+    monkeypatch.setenv("FLASH_ATTN_DECODE", "op" if request.param == "op" else "")
+
 
 LENGTHS = [700, 0, 1023, 1, 300]
 BATCH, CAPACITY, PAGE = len(LENGTHS), 1280, 256
@@ -112,3 +120,58 @@ def test_the_layers_of_a_step_and_the_next_step(path: int) -> None:
             lengths = [n + step + 1 for n in LENGTHS]
             check(got, x["q"], x["k_cache"], x["v_cache"], lengths, {})
         cache_seqlens += 1
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_rotary(path: int, interleaved: bool, paged: bool) -> None:
+    """Append and turn; the same from rows turned before the call."""
+    x = tensors(2, 2, 8, 128, torch.bfloat16)
+    angle = torch.randn(CAPACITY, 32, device=CUDA)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    cache_seqlens = torch.tensor(LENGTHS, dtype=torch.int32, device=CUDA)
+    options: dict[str, Any] = dict(causal=True, cache_seqlens=cache_seqlens, return_softmax_lse=True)
+    if paged:
+        options["block_table"] = torch.arange(BATCH * CAPACITY // PAGE, device=CUDA).int().view(BATCH, -1)
+        for n in ("k_cache", "v_cache"):
+            x[n] = x[n].reshape(-1, PAGE, 2, 128)
+    turned = {n: y.clone() for n, y in x.items()}
+    for n in "qk":
+        turned[n] = apply_rotary_emb(x[n], cos, sin, interleaved, seqlen_offsets=cache_seqlens)
+    wanted = flash_attn_with_kvcache(**turned, **options)
+    with poisoned():
+        got = flash_attn_with_kvcache(
+            **x, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved, **options
+        )
+    for n in ("k_cache", "v_cache"):  # a rounding apart: a product may be fused with its sum
+        torch.testing.assert_close(x[n], turned[n], rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(got, wanted, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.parametrize(("num_sequences", "seqlen_q"), [(3, 1), (16, 1), (4, 2)])
+def test_sequences_on_one_prompt(path: int, num_sequences: int, seqlen_q: int) -> None:
+    """Two prompts of `num_sequences` each, against the reference on prompt and own keys joined."""
+    batch, longest, capacity, num_heads = 2 * num_sequences, 700, 300, 16
+    generator = torch.Generator(CUDA).manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device=CUDA, dtype=torch.bfloat16, generator=generator)
+
+    q = make(batch, seqlen_q, num_heads, 128)
+    new = make(batch, seqlen_q, 2, 128), make(batch, seqlen_q, 2, 128)
+    prompts = make(2, longest, 2, 128), make(2, longest, 2, 128)
+    own = make(batch, capacity, 2, 128), make(batch, capacity, 2, 128)
+    prompt_lens, own_lens = [700, 333], [(37 * b) % 290 for b in range(batch)]
+    joined = [make(batch, longest + capacity, 2, 128) for _ in range(2)]
+    lengths = []
+    for b in range(batch):
+        p, n = prompt_lens[b // num_sequences], own_lens[b]
+        for x, prompt, cache, added in zip(joined, prompts, own, new, strict=True):
+            x[b, : p + n + seqlen_q] = torch.cat((prompt[b // num_sequences, :p], cache[b, :n], added[b]))
+        lengths.append(p + n + seqlen_q)
+    with poisoned():
+        got = flash_attn_shared_prompt_with_kvcache(
+            q, *prompts, *own, *new, prompt_seqlens=torch.tensor(prompt_lens, device=CUDA),
+            cache_seqlens=torch.tensor(own_lens, device=CUDA), causal=True, return_softmax_lse=True,
+        )  # fmt: skip
+    check(got, q, *joined, lengths, dict(causal=True))

@@ -1,0 +1,71 @@
+"""Tables of what decode.py wrote: time of a decoding call, and its share of the memory's bandwidth. report.py
+puts them into the README."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Rows = list[dict[str, Any]]
+Table = Callable[[list[tuple[str, ...]]], str]
+
+OURS, SHARED, REPLICATED = "ours", "ours-shared", "ours-replicated"
+NAMES = {"ours-op-sm90a": "the op, sm_90a", "ours-op-sm80": "the op, sm_80", "sdpa": "torch FA2"}
+
+
+def length(n: int) -> str:
+    return f"{n // 1024}K" if n % 1024 == 0 else str(n)
+
+
+def cells(rows: Rows) -> list[tuple[dict[str, Any], dict[tuple[str, bool], dict[str, Any]]]]:
+    """(case, (provider, graph) -> row) in the order measured."""
+    found: list[tuple[dict[str, Any], dict[tuple[str, bool], dict[str, Any]]]] = []
+    for row in rows:
+        if not found or found[-1][0] != row["case"]:
+            found.append((row["case"], {}))
+        found[-1][1][row["provider"], bool(row.get("graph"))] = row
+    return found
+
+
+def microseconds(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    return "failed" if "error" in row else f"{1e3 * row['time_ms']:,.0f}"
+
+
+def share(row: dict[str, Any] | None) -> str:
+    return f"{100 * row['of_floor']:.0f} %" if row is not None and "of_floor" in row else "-"
+
+
+def text(rows: Rows, table: Table) -> str:
+    """Sequences on caches of their own, then sequences on shared prompts."""
+    first, found = rows[0], cells(rows)
+    own = [cell for cell in found if not cell[0]["P"]]
+    on_prompts = [cell for cell in found if cell[0]["P"]]
+    used = [name for name in NAMES if any((name, True) in by for _, by in own)]
+    lines = [("B, keys", "ours, us", "of the floor", *(NAMES[n] + ", us" for n in used), "ours, from Python")]
+    for case, by in own:
+        others = (microseconds(by.get((name, True))) for name in used)
+        mine = by.get((OURS, True))
+        lines.append(
+            (f"{case['B']}, {length(case['S'])}", microseconds(mine), share(mine), *others,
+             microseconds(by.get((OURS, False))))
+        )  # fmt: skip
+    case, machine = found[0][0], f"{first['gpu']}, CUDA {first.get('cuda')}, torch {first['torch']}"
+    parts = [
+        f"{machine}, {first['date']}; H={case['H']}, Hk={case['Hk']}, d={case['d']}, bf16, one query token.\n"
+        "Medians of a call in a CUDA graph of several, caches not in L2. Floor: bytes of the caches at "
+        f"{first['copy_tb_s']:.1f} TB/s,\na copy's in the same process.",
+        table(lines),
+    ]
+    if on_prompts:
+        lines = [("sequences on a prompt, prompts", "prompt, own keys", "shared, us", "of the floor",
+                  "prompt copied to each, us")]  # fmt: skip
+        for case, by in on_prompts:
+            mine = by.get((SHARED, True))
+            lines.append(
+                (f"{case['N']}, {case['B'] // case['N']}", f"{length(case['P'])}, {length(case['S'])}",
+                 microseconds(mine), share(mine), microseconds(by.get((REPLICATED, True))))
+            )  # fmt: skip
+        parts.append(table(lines))
+    return "\n\n".join(parts)

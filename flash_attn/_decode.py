@@ -1,0 +1,273 @@
+"""Decoding on GPUs by three launches of Triton kernels (_decode_kernel.py): append, read the cache, merge.
+
+Bytes are what counts: few query rows read every key and value once. Splits of the keys fill the GPU; each
+sequence is cut by its own length, which stays on the GPU, so a call never waits and a CUDA graph of it holds
+for later lengths. Called by _kvcache.py where Triton is installed; without it the op decodes (_kvcache.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+MAX_ROWS = 64  # query rows of a kv head in a tile
+_MIN_SPLIT_KEYS = 256
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    keys: int
+    warps: int
+    stages: int
+    per_sm: int  # programs that an SM holds
+
+
+# (more than 16 rows, head dim above 128) -> tile; for GPUs whose blocks may use 160 KB of shared memory, and
+# for others (99 KB). About 128 KB of keys in flight keep an H200's memory busy.
+_TILES = {
+    (False, False): Tile(64, 4, 5, 1), (False, True): Tile(64, 4, 3, 1),
+    (True, False): Tile(64, 4, 3, 2), (True, True): Tile(64, 8, 2, 1),
+}  # fmt: skip
+_SMALL_TILES = {
+    (False, False): Tile(64, 4, 3, 1), (False, True): Tile(32, 4, 3, 1),
+    (True, False): Tile(64, 4, 2, 1), (True, True): Tile(32, 8, 2, 1),
+}  # fmt: skip
+_WITH_160_KB = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))
+MOST_TILE_KEYS = 64  # pages must hold whole tiles
+
+
+def tile_of(rows: int, head_dim: int, paged: bool, device: torch.device) -> Tile:
+    """Loads that wait for the number of their page take twice the stages."""
+    tile = _tiles(device)[rows > 16, head_dim > 128]
+    if rows <= 16 and head_dim <= 64:  # half the bytes in flight
+        tile = replace(tile, per_sm=2)
+    return replace(tile, stages=2 * tile.stages - 1) if paged else tile
+
+
+@functools.cache
+def _tiles(device: torch.device) -> dict[tuple[bool, bool], Tile]:
+    large = device.type != "cuda" or torch.cuda.get_device_capability(device) in _WITH_160_KB
+    return _TILES if large else _SMALL_TILES
+
+
+@functools.cache
+def kernels() -> Any:
+    """The kernels' module, or None without Triton."""
+    try:
+        from flash_attn import _decode_kernel
+    except ImportError:
+        return None
+    return _decode_kernel
+
+
+def interpreted() -> bool:
+    """Triton's interpreter runs the kernels on CPU tensors: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def usable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> bool:
+    """Whether the kernels take this call: 16-bit, head dims to 256, few query rows, pages of whole tiles."""
+    if not (q.is_cuda or interpreted()) or torch.compiler.is_compiling():
+        return False
+    choice = os.environ.get("FLASH_ATTN_DECODE", "")
+    if choice not in ("", "op"):
+        raise ValueError(f"FLASH_ATTN_DECODE must be 'op' or not set, got {choice!r}")
+    if choice:
+        return False
+    if q.dtype not in (torch.bfloat16, torch.float16) and not interpreted():
+        return False
+    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)) or q.numel() == 0 or k_cache.numel() == 0:
+        return False
+    head_dim, rows = max(q.shape[-1], v_cache.shape[-1]), q.shape[1] * q.shape[2] // k_cache.shape[2]
+    if head_dim > MAX_HEAD_DIM or rows > MAX_ROWS:
+        return False
+    if block_table is not None and k_cache.shape[1] % MOST_TILE_KEYS:
+        return False
+    return kernels() is not None
+
+
+def choose_splits(programs: int, keys: int, slots: int) -> int:
+    """Parts of every sequence's keys, of at least 256: the fewest that keep the GPU's slots busy.
+
+    `programs` of equal length run in ceil(programs / slots) waves; the share of the waves that is full is
+    taken to within 4 % of the best.
+    """
+    most = max(1, min(keys // _MIN_SPLIT_KEYS, 128))
+
+    def busy(splits: int) -> float:
+        waves = programs * splits / slots
+        return waves / -(-programs * splits // slots)
+
+    best = max(busy(s) for s in range(1, most + 1))
+    return next(s for s in range(1, most + 1) if busy(s) >= 0.96 * best)
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one in front of it ends (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys that queries attend: `seqlens[b] + length_or_added` rows of sequence b's part of the caches."""
+
+    k_cache: Tensor  # (blocks, rows, Hk, D)
+    v_cache: Tensor
+    seqlens: Tensor | None  # (B,)
+    length_or_added: int
+    leftpad: Tensor | None = None
+    batch_idx: Tensor | None = None
+    block_table: Tensor | None = None
+    window: tuple[int, int] = (-1, -1)  # (left, right) of rows aligned to the last key; causal: right = 0
+
+    @property
+    def capacity(self) -> int:
+        pages = 1 if self.block_table is None else self.block_table.shape[1]
+        return self.k_cache.shape[1] * pages
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Tables (positions, rotary_dim / 2). Queries stand at their sequence's `seqlens`, or at `begin`; row o
+    is turned o places further where `moving`."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    moving: bool
+    begin: int
+
+    def arguments(self) -> tuple[int, int]:
+        return self.cos.stride(0), self.cos.shape[0]
+
+
+def _rotary_options(rotary: Rotary | None) -> dict[str, Any]:
+    if rotary is None:
+        return dict(ROTARY_DIM=0, INTERLEAVED=False)
+    return dict(ROTARY_DIM=2 * rotary.cos.shape[1], INTERLEAVED=rotary.interleaved)
+
+
+def _launch_options(device: torch.device) -> dict[str, bool]:
+    overlaps = _overlaps(device)
+    return dict(OVERLAP=overlaps, launch_pdl=True) if overlaps else dict(OVERLAP=False)
+
+
+def append(keys: Keys, k: Tensor, v: Tensor, rotary: Rotary | None) -> None:
+    """Writes k, v (B, new, Hk, D) behind each sequence's keys; k is turned by `rotary`. `keys` count them."""
+    batch, new, num_heads_k, head_dim = k.shape
+    if k.numel() == 0:
+        return
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    k_cache, v_cache, table = keys.k_cache, keys.v_cache, keys.block_table
+    cos, sin, numbers = None, None, (0, 0)
+    if rotary is not None:
+        cos, sin, numbers = rotary.cos, rotary.sin, rotary.arguments()
+    kernels().append[(new, num_heads_k, batch)](
+        k, v, k_cache, v_cache, cos, sin, keys.seqlens, keys.batch_idx, table, *k.stride()[:3],
+        *v.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], keys.length_or_added - new,
+        keys.capacity, k_cache.shape[1], k_cache.shape[0], 0 if table is None else table.stride(0), *numbers,
+        HEAD_DIM=head_dim, HEAD_DIM_V=v.shape[3], BLOCK_D=_power(head_dim), BLOCK_DV=_power(v.shape[3]),
+        HAS_SEQLENS=keys.seqlens is not None, HAS_INDEX=keys.batch_idx is not None, PAGED=table is not None,
+        **_rotary_options(rotary), num_warps=1,
+    )  # fmt: skip
+
+
+@dataclass
+class _Launch:
+    """Tile, row blocks and splits of q (B, Sq, H, D) on `keys`."""
+
+    q: Tensor
+    keys: Keys
+    num_splits: int
+    tile: Tile | None = None
+
+    def __post_init__(self) -> None:
+        batch, seqlen_q, num_heads, head_dim = self.q.shape
+        self.num_heads_k, self.head_dim_v = self.keys.v_cache.shape[2:]
+        self.group = num_heads // self.num_heads_k
+        rows = seqlen_q * self.group
+        self.block_m = min(max(_power(rows), 16), MAX_ROWS)
+        self.row_blocks = -(-rows // self.block_m)
+        paged, head_dim = self.keys.block_table is not None, max(head_dim, self.head_dim_v)
+        self.used = self.tile or tile_of(self.block_m, head_dim, paged, self.q.device)
+        if self.num_splits == 0:
+            programs = batch * self.num_heads_k * self.row_blocks
+            slots = self.used.per_sm * _num_sms(self.q.device)
+            self.num_splits = choose_splits(programs, self.keys.capacity, slots)
+
+    def run(
+        self, out: Tensor, lse: Tensor, scale: float, softcap: float, queries_of_one: int, begin: int,
+        total: int, parts: bool, rotary: Rotary | None,
+    ) -> None:  # fmt: skip
+        """Writes the splits' parts from `begin` of `total`, or out and lse themselves."""
+        q, keys, tile = self.q, self.keys, self.used
+        table, k_cache, v_cache = keys.block_table, keys.k_cache, keys.v_cache
+        strides = (0, 0, 0) if parts else out.stride()[:3]
+        cos, sin, numbers = None, None, (0, 0, 0, 0)
+        if rotary is not None:
+            cos, sin = rotary.cos, rotary.sin
+            numbers = (*rotary.arguments(), rotary.begin, int(rotary.moving))
+        kernels().partial[(self.num_splits * self.row_blocks, self.num_heads_k, q.shape[0])](
+            q, k_cache, v_cache, out, lse, keys.seqlens, keys.leftpad, keys.batch_idx, table, cos, sin,
+            *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *strides,
+            scale * _LOG2E, softcap * _LOG2E, keys.length_or_added, keys.capacity, k_cache.shape[1],
+            k_cache.shape[0], 0 if table is None else table.stride(0), *keys.window, q.shape[1],
+            self.num_heads_k, self.row_blocks, self.num_splits, queries_of_one, begin, total, *numbers,
+            GROUP=self.group, HEAD_DIM=q.shape[3], HEAD_DIM_V=self.head_dim_v, BLOCK_M=self.block_m,
+            BLOCK_N=tile.keys, BLOCK_D=max(_power(q.shape[3]), 16), BLOCK_DV=max(_power(self.head_dim_v), 16),
+            HAS_SEQLENS=keys.seqlens is not None, HAS_LEFTPAD=keys.leftpad is not None,
+            HAS_INDEX=keys.batch_idx is not None, PAGED=table is not None, SOFTCAP=softcap > 0,
+            ONE_SPLIT=not parts, **_rotary_options(rotary), **_launch_options(q.device),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+
+def decode(
+    q: Tensor, keys: Keys, scale: float, softcap: float, num_splits: int = 0, prompt: Keys | None = None,
+    rotary: Rotary | None = None, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q (B, Sq, H, D) on `keys` and, before them, on `prompt`, whose G prompts serve B / G sequences each.
+
+    q is turned by `rotary` (without `prompt`). Returns out (B, Sq, H, Dv) and lse (B, H, Sq) fp32.
+    """
+    batch, seqlen_q, num_heads, _ = q.shape
+    launches = [_Launch(q, keys, num_splits, tile)]
+    if prompt is not None:
+        launches.append(_Launch(q.view(prompt.k_cache.shape[0], -1, *q.shape[2:]), prompt, num_splits, tile))
+    own = launches[0]
+    out = torch.empty(batch, seqlen_q, num_heads, own.head_dim_v, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_heads, seqlen_q, dtype=torch.float32, device=q.device)
+    total = sum(launch.num_splits for launch in launches)
+    if total == 1:
+        own.run(out, lse, scale, softcap, seqlen_q, 0, 1, False, rotary)
+        return out, lse
+    shape = (batch, total, own.num_heads_k, seqlen_q * own.group)
+    parts = torch.empty(*shape, own.head_dim_v, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    begin = 0
+    for launch in launches:
+        launch.run(parts, part_lse, scale, softcap, seqlen_q, begin, total, True, rotary)
+        begin += launch.num_splits
+    kernels().merge[(shape[3], own.num_heads_k, batch)](
+        parts, part_lse, out, lse, *out.stride()[:3], seqlen_q, own.num_heads_k, total, GROUP=own.group,
+        HEAD_DIM_V=own.head_dim_v, BLOCK_DV=max(_power(own.head_dim_v), 16), BLOCK_S=min(_power(total), 32),
+        **_launch_options(q.device), num_warps=4,
+    )  # fmt: skip
+    return out, lse

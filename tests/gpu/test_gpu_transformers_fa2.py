@@ -1,0 +1,182 @@
+"""attn_implementation="flash_attention_2" of transformers on this package: training and greedy generation.
+
+Tiny random models in bf16. Errors are against the same model in fp32 (eager); SDPA in bf16 is the yardstick.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import CUDA
+from torch import Tensor
+from transformers_models import model_of
+
+import flash_attn
+
+pytest.importorskip("transformers")
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.utils import import_utils
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 67
+TEXT = torch.randint(3, 11, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": dict(head_dim=64, initializer_range=0.1),
+    "qwen3": dict(head_dim=128, initializer_range=0.1),
+    "mistral": dict(head_dim=64, initializer_range=0.1, sliding_window=16),
+}
+
+
+@pytest.fixture(autouse=True)
+def _kernels(path: int, installed: None) -> None:
+    """On both code paths."""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """transformers asks for a distribution named flash-attn; where tests run from a checkout, write one."""
+    try:
+        importlib.metadata.distribution("flash-attn")
+    except importlib.metadata.PackageNotFoundError:
+        project = (ROOT / "pyproject.toml").read_text()
+        version = re.search(r'^version = "(.*)"', project, re.MULTILINE)
+        assert version is not None
+        site = tmp_path_factory.mktemp("site")
+        folder = site / f"flash_attn-{version[1]}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {version[1]}\n")
+        (folder / "top_level.txt").write_text("flash_attn\n")
+        sys.path.append(str(site))
+    mapping = getattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", {})  # of transformers before 5.23
+    mapping.update(importlib.metadata.packages_distributions())
+    for function in vars(import_utils).values():  # what was answered before
+        if hasattr(function, "cache_clear") and "cuda" not in function.__name__:
+            function.cache_clear()
+
+
+def flash(kind: str) -> Any:
+    model = model_of(kind, "flash_attention_2", **SHAPES[kind]).to(CUDA, torch.bfloat16)
+    assert flash_utils._flash_varlen_fn is flash_attn.flash_attn_varlen_func
+    assert flash_utils._flash_fn is flash_attn.flash_attn_func
+    return model
+
+
+def other(kind: str, attention: str, dtype: torch.dtype) -> Any:
+    return model_of(kind, attention, **SHAPES[kind]).to(CUDA, dtype)
+
+
+def loss_and_gradients(model: Any, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """The mean loss of the labels that are not -100; all gradients in one."""
+    logits = model(**inputs, use_cache=False).logits.float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return loss.detach(), torch.cat([grad.float().flatten() for grad in grads])
+
+
+def assert_as_exact_as_sdpa(kind: str, step: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
+    exact = step(other(kind, "eager", torch.float32))
+    low = step(other(kind, "sdpa", torch.bfloat16))
+    found = step(flash(kind))
+    for name, x, y, z in zip(("loss", "gradients"), found, low, exact, strict=True):
+        error, allowed = float((x - z).norm()), 1.5 * float((y - z).norm()) + 2e-3 * float(z.norm())
+        assert error <= allowed, f"{name}: {error:.2e} > {allowed:.2e}"
+
+
+def ragged(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """ids (rows, longest) and mask, left-padded."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (len(lengths), max(lengths)), generator=generator)
+    mask = torch.tensor([[0] * (max(lengths) - n) + [1] * n for n in lengths])
+    return ids.where(mask.bool(), 0).to(CUDA), mask.to(CUDA)
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "none"])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_training_step_on_a_padded_batch(kind: str, padding: str) -> None:
+    ids, mask = ragged([40, 17, 1, 33] if padding != "none" else [40, 40])
+    if padding == "right":
+        ids, mask = ids.flip(1), mask.flip(1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    labels = ids.roll(-1, 1).where((mask.roll(-1, 1) * mask).bool(), -100)
+    labels[:, -1] = -100
+    inputs = dict(input_ids=ids, position_ids=positions)
+    if padding != "none":
+        inputs["attention_mask"] = mask
+    assert_as_exact_as_sdpa(kind, lambda model: loss_and_gradients(model, labels, **inputs))
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_training_step_on_a_packed_batch(kind: str) -> None:
+    """position_ids restart at each sequence; the others run the sequences one by one."""
+    lengths = [40, 17, 1, 33]
+    ids, mask = ragged(lengths)
+    rows = [row[keep.bool()][None] for row, keep in zip(ids, mask, strict=True)]
+    row_labels = [torch.nn.functional.pad(row[:, 1:], (0, 1), value=-100) for row in rows]
+    count = sum(int((x != -100).sum()) for x in row_labels)
+    positions = torch.cat([torch.arange(n, device=CUDA) for n in lengths])[None]
+
+    def step(model: Any) -> tuple[Tensor, Tensor]:
+        if model.config._attn_implementation == "flash_attention_2":
+            packed = dict(input_ids=torch.cat(rows, 1), position_ids=positions)
+            return loss_and_gradients(model, torch.cat(row_labels, 1), **packed)
+        results = [
+            (loss_and_gradients(model, y, input_ids=x), int((y != -100).sum()))
+            for x, y in zip(rows, row_labels, strict=True)
+            if x.shape[1] > 1
+        ]
+        loss = sum(n * loss for (loss, _), n in results) / count
+        return loss, sum(n * grads for (_, grads), n in results) / count  # type: ignore[return-value]
+
+    assert_as_exact_as_sdpa(kind, step)
+
+
+@functools.cache
+def taught(kind: str) -> dict[str, Tensor]:
+    """Weights of a model that knows a cyclic text of few letters, in which only what stood before tells what
+    comes: its choices are then no matter of rounding."""
+    model = other(kind, "sdpa", torch.float32).train()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    torch.manual_seed(0)
+    for _ in range(150):
+        ids = excerpts(torch.randint(len(TEXT), (16,)).tolist(), 64)
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, 5:-1].flatten(0, 1), ids[:, 6:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(loss) < 0.1
+    return model.state_dict()
+
+
+def excerpts(begins: list[int], length: int) -> Tensor:
+    return torch.tensor([[TEXT[(b + i) % len(TEXT)] for i in range(length)] for b in begins], device=CUDA)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_greedy_generation_gives_the_tokens_of_sdpa(kind: str) -> None:
+    """Prompts of several lengths, left-padded; longer than mistral's window."""
+    state, longest = taught(kind), 40
+    lengths = [longest, 23, 9]
+    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths], device=CUDA)
+    ids = excerpts([0, 7, 30], longest).where(mask.bool(), 0)
+    options = dict(max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options |= dict(return_dict_in_generate=True, output_logits=True)
+    results = {}
+    for name, model in {"sdpa": other(kind, "sdpa", torch.bfloat16), "flash": flash(kind)}.items():
+        model.load_state_dict(state)
+        results[name] = model.eval().generate(input_ids=ids, attention_mask=mask, **options)
+    exact = other(kind, "sdpa", torch.float32)
+    exact.load_state_dict(state)
+    wanted = exact.generate(input_ids=ids, attention_mask=mask, **options)
+    assert torch.equal(results["sdpa"].sequences, wanted.sequences)  # so rounding decides nothing
+    assert torch.equal(results["flash"].sequences, wanted.sequences)
+    low, found, true = (torch.stack(x.logits).float() for x in (*results.values(), wanted))
+    assert float((found - true).norm()) <= 1.5 * float((low - true).norm())

@@ -1,0 +1,164 @@
+"""The decode kernels in Triton's interpreter, against the op on the same calls; and how keys are split.
+
+Triton is part of GPU builds of torch; elsewhere `pip install triton` brings the interpreter (Linux). The
+interpreter does not know bf16 products, which tests/gpu/test_gpu_kvcache.py runs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn import _decode, flash_attn_shared_prompt_with_kvcache, flash_attn_with_kvcache
+
+B, CAPACITY, H, HK = 3, 200, 4, 2
+LENGTHS, PADDING = [130, 0, 200], [3, 0, 100]
+
+
+def test_splits_fill_the_gpu() -> None:
+    assert _decode.choose_splits(programs=1024, keys=65536, slots=264) == 1  # 3.9 waves
+    assert _decode.choose_splits(programs=4, keys=131072, slots=264) in range(60, 67)  # one wave
+    assert _decode.choose_splits(programs=4, keys=2048, slots=264) == 8  # none shorter than 256 keys
+    assert _decode.choose_splits(programs=4, keys=100, slots=264) == 1
+    assert _decode.choose_splits(programs=300, keys=65536, slots=264) > 1  # 1.1 waves would waste one
+
+
+@pytest.fixture
+def interpreter() -> None:
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
+        pytest.skip("run by `make kernels`, with TRITON_INTERPRET=1")
+
+
+def both(monkeypatch: pytest.MonkeyPatch, function: Any, *args: Any, **kwargs: Any) -> None:
+    """function on the kernels and through the op; what it writes into caches too."""
+    results, launches = [], []
+    launch = _decode._Launch.run
+
+    def count(self: Any, *arguments: Any, **options: Any) -> None:
+        launches.append(choice)
+        launch(self, *arguments, **options)
+
+    for choice in ("", "op"):
+        monkeypatch.setenv("FLASH_ATTN_DECODE", choice)
+        copies = [x.clone() for x in args]
+        with monkeypatch.context() as patch:
+            patch.setattr(_decode._Launch, "run", count)
+            out, lse = function(*copies, return_softmax_lse=True, **kwargs)
+        results.append((out, lse, *copies))
+    assert launches and "op" not in launches
+    tolerance = 2e-3 if args[0].dtype == torch.float16 else 2e-6
+    torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
+
+
+def tensors(seqlen_q: int, head_dim: int, dtype: torch.dtype, head_dim_v: int | None = None) -> list[Tensor]:
+    shapes = [(seqlen_q, H, head_dim), (CAPACITY, HK, head_dim), (CAPACITY, HK, head_dim_v or head_dim)]
+    made = [torch.randn(B, *shape).to(dtype) for shape in shapes]
+    for x in made[1:]:
+        for b, n in enumerate(LENGTHS):
+            x[b, n:] = 0 if dtype == torch.float16 else 1e30  # what is not there must reach nothing
+    return made
+
+
+CASES: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
+    "one split": (1, 16, torch.float32, dict(num_splits=1)),
+    "splits": (1, 16, torch.float32, dict(num_splits=5)),
+    "more splits than tiles": (1, 16, torch.float32, dict(num_splits=9)),
+    "fp16": (1, 32, torch.float16, dict(num_splits=2)),
+    "queries, causal": (3, 24, torch.float32, dict(num_splits=2, causal=True)),
+    "window": (2, 16, torch.float32, dict(num_splits=2, causal=True, window_size=(40, 0))),
+    "window on both sides": (2, 16, torch.float32, dict(window_size=(70, 1))),
+    "softcap": (1, 16, torch.float32, dict(softcap=2.0, softmax_scale=0.7)),
+    "left padding": (1, 16, torch.float32, dict(num_splits=2, cache_leftpad=torch.tensor(PADDING).int())),
+    "rows of two tiles": (20, 16, torch.float32, dict(causal=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_the_op(case: str, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seqlen_q, head_dim, dtype, options = CASES[case]
+    x = tensors(seqlen_q, head_dim, dtype)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    both(monkeypatch, flash_attn_with_kvcache, *x, cache_seqlens=lengths, **options)
+
+
+def test_lengths_of_all_kinds(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.where(x < 1e29, 0.5) for x in tensors(1, 16, torch.float32, head_dim_v=8))
+    for lengths in (None, 150, torch.tensor(LENGTHS)):
+        both(monkeypatch, flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths)
+    index = torch.tensor([2, 0, 0], dtype=torch.int32)
+    both(monkeypatch, flash_attn_with_kvcache, q, k, v, cache_seqlens=90, cache_batch_idx=index)
+
+
+def test_appending(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = [y.where(y < 1e29, 0.5) for y in tensors(2, 16, torch.float32)]
+    new = [torch.randn(B, 2, HK, 16), torch.randn(B, 2, HK, 16)]
+    lengths = torch.tensor([130, 0, 198], dtype=torch.int32)
+    both(monkeypatch, flash_attn_with_kvcache, *x, *new, cache_seqlens=lengths, causal=True)
+    both(monkeypatch, flash_attn_with_kvcache, *x, *new, cache_seqlens=17)
+    index = torch.tensor([2, 0, 1], dtype=torch.int32)
+    both(monkeypatch, flash_attn_with_kvcache, *x, *new, cache_seqlens=lengths, cache_batch_idx=index)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rotary_dim", [8, 16])
+def test_rotary(
+    rotary_dim: int, causal: bool, interleaved: bool, interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (y.where(y < 1e29, 0.5) for y in tensors(2, 16, torch.float32))
+    new = [torch.randn(B, 2, HK, 16), torch.randn(B, 2, HK, 16)]
+    angle = torch.randn(CAPACITY + 5, rotary_dim // 2)
+    tables = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), causal=causal)
+    tables |= dict(rotary_interleaved=interleaved)
+    for lengths in (torch.tensor([130, 0, 198], dtype=torch.int32), 60):
+        both(monkeypatch, flash_attn_with_kvcache, q, k, v, *new, cache_seqlens=lengths, **tables)
+    pages = [x[:, :192].reshape(9, 64, HK, 16) for x in (k, v)]
+    table = torch.randperm(9).int().view(3, 3)
+    lengths = torch.tensor([130, 0, 63], dtype=torch.int32)
+    options = dict(cache_seqlens=lengths, block_table=table, **tables)
+    both(monkeypatch, flash_attn_with_kvcache, q, *pages, *new, **options)
+
+
+@pytest.mark.parametrize("page", [64, 128])
+def test_pages(page: int, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(B, 1, H, 16)
+    k, v = torch.randn(12, page, HK, 16), torch.randn(12, page, HK, 16)
+    table = torch.randperm(12).int().view(3, 4)
+    lengths = torch.tensor([page + 7, 0, 4 * page], dtype=torch.int32)
+    options = dict(cache_seqlens=lengths, block_table=table, num_splits=3)
+    both(monkeypatch, flash_attn_with_kvcache, q, k, v, **options)
+
+
+def test_shared_prompt(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of six sequences, two queries each: 24 rows of a kv head on a prompt."""
+    q = torch.randn(12, 2, H, 16)
+    k_prompt, v_prompt = torch.randn(2, 130, HK, 16), torch.randn(2, 130, HK, 16)
+    k, v = torch.randn(12, 40, HK, 16), torch.randn(12, 40, HK, 16)
+    lengths = torch.arange(2, 38, 3)
+    options = dict(prompt_seqlens=torch.tensor([130, 70]), cache_seqlens=lengths, causal=True)
+    for num_splits in (0, 2):
+        both(
+            monkeypatch, flash_attn_shared_prompt_with_kvcache, q, k_prompt, v_prompt, k, v,
+            num_splits=num_splits, **options,
+        )  # fmt: skip
+
+
+def test_what_the_kernels_do_not_take(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(1, 16, torch.float32)
+    assert _decode.usable(q, k, v, None)
+    assert not _decode.usable(torch.randn(B, 40, H, 16), k, v, None)  # 80 rows: a prefill
+    assert not _decode.usable(q, k.transpose(1, 3).contiguous().transpose(1, 3), v, None)
+    assert not _decode.usable(q, torch.randn(4, 100, HK, 16), v, torch.zeros(B, 2).int())  # cut tiles
+    monkeypatch.setenv("FLASH_ATTN_DECODE", "cuda")
+    with pytest.raises(ValueError, match="FLASH_ATTN_DECODE must be 'op' or not set, got 'cuda'"):
+        _decode.usable(q, k, v, None)
+    monkeypatch.delenv("FLASH_ATTN_DECODE")
+    large = [torch.randn(B, n, heads, 264) for n, heads in ((1, H), (8, HK), (8, HK))]
+    assert not _decode.usable(*large, None)
+    monkeypatch.setattr(_decode, "kernels", lambda: None)
+    assert not _decode.usable(q, k, v, None)
