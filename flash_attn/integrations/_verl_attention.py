@@ -1,8 +1,9 @@
 """The "dualkv" attention under veRL's Ulysses sequence parallelism: all-to-all, attention, all-to-all back.
 
-Each process holds T / n rows of the pack and all heads; between the two exchanges it holds all rows and H / n
-heads, so that the layout of the whole pack applies. veRL does the same for its own attention, inside a
-function that another attention name never reaches.
+Each process holds T / n rows and all heads; between the two exchanges it holds all rows and H / n heads.
+Packs come with a layout that is spread over the group, whose attention exchanges q, k and v together. Rows
+that run unshared exchange here, as veRL does for its own attention inside a function that another attention
+name never reaches.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ def ulysses_attention(
     """`dualkv_attention` of all rows from this process's rows: q (1, H, T / n, D), k and v (1, Hk, T / n, D).
 
     Where n exceeds the key heads these are repeated. Attention that is not causal (vision towers) has whole
-    rows on every process and runs as it is. Raises NotImplementedError for padding masks (veRL's rows come
-    without padding), and for layers that say neither layout nor positions.
+    rows on every process and runs as it is, and a pack's layout does the exchange. Raises NotImplementedError
+    for padding masks (veRL's rows come without padding), and for layers that say neither layout nor
+    positions.
     """
     num_parts = get_ulysses_sequence_parallel_world_size()
     causal = kwargs.get("is_causal")
-    if num_parts == 1 or not (getattr(module, "is_causal", True) if causal is None else causal):
+    whole = num_parts == 1 or not (getattr(module, "is_causal", True) if causal is None else causal)
+    if whole or kwargs.get("dualkv_layout") is not None:
         return dualkv_attention(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
     # int64: the sequences of this process's own rows, made from its positions; the gathered positions say
     # it for all rows.
@@ -58,7 +61,7 @@ def ulysses_attention(
             "sequence parallelism takes rows without padding (use_remove_padding=True), got attention_mask "
             f"{attention_mask.dtype} {list(attention_mask.shape)}"
         )
-    if kwargs.get("dualkv_layout") is None and kwargs.get("position_ids") is None:
+    if kwargs.get("position_ids") is None:
         raise NotImplementedError(
             f"sequence parallelism needs position_ids in attention, {type(module).__name__} passes none"
         )
@@ -68,9 +71,7 @@ def ulysses_attention(
     query, key, value = (gather_seq_scatter_heads(x, seq_dim=2, head_dim=1) for x in (query, key, value))
     if s_aux is not None:
         s_aux = s_aux.chunk(num_parts)[get_ulysses_sequence_parallel_rank()]
-    position_ids = kwargs.pop("position_ids", None)
-    if kwargs.get("dualkv_layout") is None:
-        kwargs["position_ids"] = _all_rows(position_ids, num_parts)
+    kwargs["position_ids"] = _all_rows(kwargs["position_ids"], num_parts)
     out, _ = dualkv_attention(module, query, key, value, None, s_aux=s_aux, **kwargs)
     return gather_heads_scatter_seq(out, head_dim=2, seq_dim=1), None
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils.device import get_device_id
 from verl.utils.metric.utils import AggregationType, Metric
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from flash_attn.integrations._transformers_rope import check_rope, length_dependent_rope
@@ -24,6 +25,7 @@ from flash_attn.integrations._verl_batch import HostRows, PackedStep
 from flash_attn.integrations._verl_plan import Limits, StepPlan, agree, lengthen, rows_of_micro_batches
 from flash_attn.integrations._verl_settings import Account, check_model, refusal, wants_sharing
 from flash_attn.integrations.transformers import Injection, inject, receipt
+from flash_attn.shared_prompt.ulysses import shard_layout
 
 METRIC = "shared_prompt"
 """Prefix of the metrics; veRL puts "actor/" before it."""
@@ -142,9 +144,12 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
         pad = self._get_packed_pad_size(packed.num_packed_tokens)
         pad += -(packed.num_packed_tokens + pad) % self.ulysses_sequence_parallel_size
         self._step = PackedStep(micro_batch, packed, pad, get_device_id())
-        self._injection.layout = self._step.layout
+        layout = self._step.layout
+        if self.use_ulysses_sp:
+            layout = shard_layout(layout, get_ulysses_sequence_parallel_group())
+        self._injection.layout = layout
         try:
-            with receipt(self.module, self._step.layout):
+            with receipt(self.module, layout):
                 return super().forward_step(micro_batch, loss_function, forward_only)
         finally:
             self._step = self._injection.layout = None

@@ -1,4 +1,5 @@
-"""Which heads a process of a sequence-parallel group holds: four processes played one after the other."""
+"""Which heads a process of a sequence-parallel group holds, of rows that run unshared: four processes played
+one after the other."""
 
 from __future__ import annotations
 
@@ -7,9 +8,8 @@ import torch
 
 from flash_attn.integrations import _verl_attention
 from flash_attn.integrations._transformers_attention import dualkv_attention
-from flash_attn.shared_prompt import SharedPromptLayout
 
-LAYOUT = SharedPromptLayout.from_lengths([9, 4], [[3, 5], [2]])
+POSITIONS = torch.cat([torch.arange(n) for n in (9, 4, 7, 1)])[None]
 
 
 class Layer(torch.nn.Module):
@@ -24,10 +24,10 @@ class Layer(torch.nn.Module):
 def test_heads_of_four_processes_are_those_of_one(num_heads_k, with_sinks, monkeypatch):
     """Keys are repeated head by head, so that queries meet their own; sinks go with the query heads."""
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 8, LAYOUT.total, 16, generator=generator, dtype=torch.float64)
-    k, v = torch.randn(2, 1, num_heads_k, LAYOUT.total, 16, generator=generator, dtype=torch.float64)
+    q = torch.randn(1, 8, POSITIONS.numel(), 16, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 1, num_heads_k, POSITIONS.numel(), 16, generator=generator, dtype=torch.float64)
     sinks = torch.randn(8, generator=generator, dtype=torch.float64) if with_sinks else None
-    arguments = {"s_aux": sinks, "dualkv_layout": LAYOUT, "scaling": 0.3}
+    arguments = {"s_aux": sinks, "position_ids": POSITIONS, "scaling": 0.3}
     whole, _ = dualkv_attention(Layer(), q, k, v, None, **arguments)
 
     rank = 0
@@ -39,6 +39,7 @@ def test_heads_of_four_processes_are_those_of_one(num_heads_k, with_sinks, monke
         _verl_attention, "gather_seq_scatter_heads", lambda x, seq_dim, head_dim: x.chunk(4, head_dim)[rank]
     )
     monkeypatch.setattr(_verl_attention, "gather_heads_scatter_seq", lambda x, head_dim, seq_dim: x)
+    monkeypatch.setattr(_verl_attention, "_all_rows", lambda position_ids, num_parts: position_ids)
     parts = []
     for process in range(4):
         rank = process
