@@ -27,6 +27,7 @@ os.environ["SOURCE_DATE_EPOCH"] = "0"  # no date in SVG files: equal plots are e
 
 import attention_report  # noqa: E402
 import checks_report  # noqa: E402
+import decode_report  # noqa: E402
 import decoder_layer_report  # noqa: E402
 import gemma4_stack as gemma4  # noqa: E402
 import kernel_report  # noqa: E402
@@ -166,6 +167,11 @@ def verl_updates(rows: list[dict[str, Any]]) -> str:
     return verl_report.text(rows, markdown_table)
 
 
+def decode(rows: list[dict[str, Any]]) -> str:
+    """`benchmarks/decode.py`: decoding against the memory's bandwidth."""
+    return decode_report.text(rows, markdown_table)
+
+
 OWN = "benchmarks/README.md"
 BLOCKS = {
     block.name: block
@@ -183,6 +189,7 @@ BLOCKS = {
         Block("build_time", "cpu/build.json", build_time, None, OWN),
         Block("gemma4_layers", "*/gemma4_layers.json", gemma4_layers, kernel_report.draw),
         Block("gemma4_stack", "*/gemma4_stack.json", gemma4_stack, gemma4.draw),
+        Block("decode", "*/decode.json", decode, None),
         Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
         Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
         Block("trl_updates", "*/trl_updates.json", trl_updates, trl_report.draw_updates),
