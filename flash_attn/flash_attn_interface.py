@@ -58,8 +58,12 @@ def flash_attn_func(
     fp16 or bf16 on GPUs, also fp32 and fp64 on the CPU. H is a multiple of Hk; Dv <= D. `softmax_scale`
     defaults to D**-0.5 (on GPUs it must be positive). `window_size` (left, right): keys from position - left
     to position + right, -1 is unbounded; `causal` caps right at 0. `softcap` > 0: scores become softcap *
-    tanh(scores / softcap). `return_attn_probs` adds lse (B, H, Sq) fp32 and an empty tensor (the dropout
-    mask). Dropout, ALiBi and forward-mode derivatives (jvp) raise NotImplementedError.
+    tanh(scores / softcap). `alibi_slopes` fp32 (H,) or (B, H): scores -= slope * |row's position - key's|.
+    `dropout_p`: probabilities are dropped in steps of 1/256, the others divided by 1 - dropout_p, with a
+    state from torch's generator. Both: head dims up to 256 on GPUs, the sm_80 kernels; dropout not with
+    softcap. `return_attn_probs` adds lse (B, H, Sq) fp32 (causal with ALiBi, as in flash-attn: of scores +
+    slope * key's position) and with dropout the probabilities, negative where dropped, (B, H, Sq, Sk) rounded
+    up to 128, made for tests; else an empty tensor. Forward-mode derivatives (jvp) raise NotImplementedError.
     """
     return dense(
         q,
@@ -156,7 +160,7 @@ def flash_attn_varlen_func(
 
     `cu_seqlens_q`, `cu_seqlens_k` (batch + 1,) int32 on q's device: sequence b has rows [cu[b], cu[b + 1]).
     Rows behind the last sequence give 0. `max_seqlen_*` are upper bounds. `return_attn_probs` adds lse (H,
-    total_q) fp32 and an empty tensor. Values of cu_seqlens are checked on the CPU, and on GPUs with
+    total_q) fp32 and dropout's probabilities. Values of cu_seqlens are checked on the CPU, and on GPUs with
     FLASH_ATTN_CHECK=1. On GPUs what is made of them is kept until torch's version counters of the two tensors
     change: write to them with in-place operations, not through `.data` or foreign kernels. Otherwise as
     `flash_attn_func`.
