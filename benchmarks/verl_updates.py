@@ -200,14 +200,15 @@ class Bench:
         self.engine.module.config._attn_implementation = attention
         os.environ["FLASH_ATTN_BACKEND"] = backend if self.device != "cpu" else ""
 
-    def cell(self, num_rows: int) -> Cell:
-        """Response lengths, uniform between the bounds, of this rank."""
-        seed = self.options.seed + self.engine.get_data_parallel_rank()
-        generator = torch.Generator().manual_seed(seed)
+    def cells(self, num_rows: int) -> list[Cell]:
+        """Response lengths, uniform between the bounds, of each data-parallel rank."""
         low, high = self.options.responses
-        shape = (self.options.num_micro_batches, num_rows)
-        lens = torch.randint(low, high + 1, shape, generator=generator).tolist()
-        return Cell(self.options.prompt_len, tuple(map(tuple, lens)))
+        shape, found = (self.options.num_micro_batches, num_rows), []
+        for rank in range(self.num_dp):
+            generator = torch.Generator().manual_seed(self.options.seed + rank)
+            lens = torch.randint(low, high + 1, shape, generator=generator).tolist()
+            found.append(Cell(self.options.prompt_len, tuple(map(tuple, lens))))
+        return found
 
     def batch(self, cell: Cell) -> Any:
         """Rows as veRL's driver hands them to a worker."""
@@ -285,10 +286,13 @@ class Bench:
         torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
         return worst[0].item(), worst[1].item()
 
-    def flops(self, cell: Cell, name: str, shared: bool) -> float:
-        """Executed by a data-parallel rank in one pass. Forward: 2 per weight and token, 4 H D per pair of
-        query and key. An update adds backward (2 and 2.5 times as much) and runs the layers again (gradient
-        checkpointing). All tokens pass through the LM head."""
+    def flops(self, cells: list[Cell], name: str, shared: bool) -> float:
+        """Executed in one pass by the data-parallel rank with the most, for which the others wait. Forward: 2
+        per weight and token, 4 H D per pair of query and key. An update adds backward (2 and 2.5 times as
+        much) and runs the layers again (gradient checkpointing). All tokens pass through the LM head."""
+        return max(self._flops(cell, name, shared) for cell in cells)
+
+    def _flops(self, cell: Cell, name: str, shared: bool) -> float:
         from flash_attn.shared_prompt.cost_model import GroupLens, num_pairs, num_tokens
 
         c = self.config
@@ -320,18 +324,19 @@ def measure(
     bench: Bench, num_rows: int, provider: str, passes: list[str], repeats: int, deadline: float
 ) -> Iterator[dict[str, Any]]:
     """A row per pass; `error` instead of a time where memory ran out."""
-    options, cell = bench.options, bench.cell(num_rows)
+    options, cells = bench.options, bench.cells(num_rows)
+    own = cells[bench.engine.get_data_parallel_rank()]
     bench.provider(provider)
     shares = PROVIDERS[provider][0]
     for name in passes:
         row: dict[str, Any] = {
             "model": options.model, "num_layers": bench.config.num_hidden_layers, "provider": provider,
             "pass": name, "micro_batch": num_rows, "num_micro_batches": options.num_micro_batches,
-            "prompt_len": cell.prompt_len, "response_lens": cell.response_lens, "dp": bench.num_dp,
-            "sp": options.sp, "flops": bench.flops(cell, name, shares),
-            "flop_ratio": bench.flops(cell, name, False) / bench.flops(cell, name, True),
+            "prompt_len": own.prompt_len, "response_lens": [lens for c in cells for lens in c.response_lens],
+            "dp": bench.num_dp, "sp": options.sp, "flops": bench.flops(cells, name, shares),
+            "flop_ratio": bench.flops(cells, name, False) / bench.flops(cells, name, True),
         }  # fmt: skip
-        run, times, peak = bench.passes(cell)[name], [], 0.0
+        run, times, peak = bench.passes(own)[name], [], 0.0
         try:
             cold, peak = bench.timed(run)
             while len(times) < repeats and agreed(bench, time.perf_counter() + cold < deadline):
