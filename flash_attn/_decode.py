@@ -136,6 +136,12 @@ class Keys:
     batch_idx: Tensor | None = None
     block_table: Tensor | None = None
     window: tuple[int, int] = (-1, -1)  # (left, right) of rows aligned to the last key; causal: right = 0
+    alibi_slopes: Tensor | None = None  # fp32 (H,) or (B, H)
+
+    @property
+    def slopes_stride(self) -> int:
+        slopes = self.alibi_slopes
+        return slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
 
     @property
     def capacity(self) -> int:
@@ -226,16 +232,17 @@ class _Launch:
             numbers = (*rotary.arguments(), rotary.begin, int(rotary.moving))
         kernels().partial[(self.num_splits * self.row_blocks, self.num_heads_k, q.shape[0])](
             q, k_cache, v_cache, out, lse, keys.seqlens, keys.leftpad, keys.batch_idx, table, cos, sin,
-            *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *strides,
+            keys.alibi_slopes, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *strides,
             scale * _LOG2E, softcap * _LOG2E, keys.length_or_added, keys.capacity, k_cache.shape[1],
             k_cache.shape[0], 0 if table is None else table.stride(0), *keys.window, q.shape[1],
             self.num_heads_k, self.row_blocks, self.num_splits, queries_of_one, begin, total, *numbers,
-            GROUP=self.group, HEAD_DIM=q.shape[3], HEAD_DIM_V=self.head_dim_v, BLOCK_M=self.block_m,
-            BLOCK_N=tile.keys, BLOCK_D=max(_power(q.shape[3]), 16), BLOCK_DV=max(_power(self.head_dim_v), 16),
+            keys.slopes_stride, GROUP=self.group, HEAD_DIM=q.shape[3], HEAD_DIM_V=self.head_dim_v,
+            BLOCK_M=self.block_m, BLOCK_N=tile.keys, BLOCK_D=max(_power(q.shape[3]), 16),
+            BLOCK_DV=max(_power(self.head_dim_v), 16),
             HAS_SEQLENS=keys.seqlens is not None, HAS_LEFTPAD=keys.leftpad is not None,
             HAS_INDEX=keys.batch_idx is not None, PAGED=table is not None, SOFTCAP=softcap > 0,
-            ONE_SPLIT=not parts, **_rotary_options(rotary), **_launch_options(q.device),
-            num_warps=tile.warps, num_stages=tile.stages,
+            ONE_SPLIT=not parts, HAS_ALIBI=keys.alibi_slopes is not None, **_rotary_options(rotary),
+            **_launch_options(q.device), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 

@@ -87,16 +87,16 @@ def append(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def partial(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, seqlens, leftpad, batch_idx, block_table, cos, sin,
+    q, k, v, out, lse, seqlens, leftpad, batch_idx, block_table, cos, sin, alibi_slopes,
     q_batch, q_row, q_head, k_block, k_row, k_head, v_block, v_row, v_head, out_batch, out_row, out_head,
     scale, softcap, length_or_added, capacity, page_size, num_blocks, table_row,
     window_left, window_right, seqlen_q, num_heads_k, row_blocks, num_splits,
-    queries_of_one, split_begin, all_splits, cos_row, num_positions, turned_at, moving,
+    queries_of_one, split_begin, all_splits, cos_row, num_positions, turned_at, moving, slopes_batch,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_SEQLENS: tl.constexpr, HAS_LEFTPAD: tl.constexpr, HAS_INDEX: tl.constexpr, PAGED: tl.constexpr,
     SOFTCAP: tl.constexpr, ONE_SPLIT: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (split and row block, kv head, sequence). `scale` is of log2; seqlens + length_or_added keys.
 
@@ -154,6 +154,8 @@ def partial(  # type: ignore[no-untyped-def]
     v_at = v + head_k * v_head + n[:, None] * v_row + dv
     k_start, v_start = block.to(tl.int64) * k_block, block.to(tl.int64) * v_block
 
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes + b * slopes_batch + head, mask=real, other=0.0) / LN2
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -180,6 +182,8 @@ def partial(  # type: ignore[no-untyped-def]
             shrunk = tl.exp2(tl.abs(score) * (-2.0 / LN2) / softcap)
             score = tl.where(score < 0, -softcap, softcap) * (1.0 - shrunk) / (1.0 + shrunk)
         key = start + n
+        if HAS_ALIBI:
+            score -= slope[:, None] * tl.abs(position[:, None] - key[None, :]).to(tl.float32)
         seen = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
         score = tl.where(seen, score, float("-inf"))
         larger = tl.maximum(top, tl.max(score, 1))

@@ -245,6 +245,39 @@ def many_queries(
     return out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
 
 
+def with_alibi(
+    q: Tensor, cache: Cache, first: Tensor, length: Tensor, slopes: Tensor, scale: float, causal: bool,
+    window_size: tuple[int, int], softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Through the op with ALiBi, which knows no contexts: the caches are gathered first."""
+    batch, seqlen_q = q.shape[:2]
+    rows = cache.row(torch.arange(cache.capacity, device=q.device).expand(batch, -1)).flatten()
+    padded, padded_v = op_head_dims(q, cache.v)
+    k, v = unit_stride_rows(cache.k[rows], padded), unit_stride_rows(cache.v[rows], padded_v)
+    sequence = torch.arange(batch, device=q.device)
+    q_begin, k_begin, zero = sequence * seqlen_q, sequence * cache.capacity, torch.zeros_like(sequence)
+    columns = (q_begin, q_begin + seqlen_q, zero, zero, k_begin + first, k_begin + length)
+    out, lse = torch.ops.flash_attn.fwd_extras(
+        unit_stride_rows(q.flatten(0, 1), padded), k, v, torch.stack(columns, 1).int(), seqlen_q,
+        cache.capacity, scale, causal, *window_size, softcap, False, slopes, 0.0, None,
+    )  # fmt: skip
+    out = out[..., : cache.v.shape[-1]].unflatten(0, (batch, seqlen_q))
+    return out, lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+
+
+def _lse_shift(
+    slopes: Tensor, first: Tensor, length: Tensor, capacity: int, seqlen_q: int, causal: bool,
+    window_size: tuple[int, int],
+) -> Tensor | float:  # fmt: skip
+    """What flash-attn's lse (B, H, Sq) has more than log sum exp S (`_calls.public_lse_shift`)."""
+    left, right = window_size[0], 0 if causal else window_size[1]
+    if right != 0 or 0 <= left < capacity:
+        return 0.0
+    row = torch.arange(seqlen_q, device=slopes.device)
+    position = (length - first)[:, None] - seqlen_q + row
+    return slopes.view(-1, slopes.shape[-1], 1) * position[:, None, :]
+
+
 def seqlens_of(x: int | Tensor | None, batch: int, capacity: int, device: torch.device) -> Tensor:
     """(B,) int64 on `device`; None: the whole cache."""
     if isinstance(x, Tensor):
@@ -263,7 +296,8 @@ def with_kvcache(
     """The work of `flash_attn_with_kvcache`: out (B, Sq, H, Dv) and lse (B, H, Sq)."""
     _kvcache_checks.shapes(q, k_cache, v_cache, k, v, block_table)
     _kvcache_checks.indices(q, k_cache.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    checks.options(0.0, softcap, window_size, alibi_slopes)
+    checks.options(0.0, softcap, window_size)
+    slopes = checks.alibi_slopes(alibi_slopes, q, q.shape[0])
     causal, num_splits = checks.flag("causal", causal), checks.length("num_splits", num_splits)
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin must be given together")
@@ -295,11 +329,16 @@ def with_kvcache(
             rotary = _decode.Rotary(rotary_cos, rotary_sin, rotary_interleaved, moving, number)
         keys = _decode.Keys(
             k_cache, v_cache, seqlens, number + added, cache_leftpad, cache_batch_idx, block_table,
-            (window[0], 0 if causal else window[1]),
+            (window[0], 0 if causal else window[1]), slopes,
         )  # fmt: skip
         if k is not None and v is not None:
             _decode.append(keys, k, v, rotary)
-        return _decode.decode(q, keys, scale, float(softcap), num_splits, rotary=rotary)
+        out, lse = _decode.decode(q, keys, scale, float(softcap), num_splits, rotary=rotary)
+        if slopes is not None:
+            before = seqlens_of(cache_seqlens, batch, capacity, q.device)
+            first = torch.zeros_like(before) if cache_leftpad is None else cache_leftpad.long()
+            lse = lse + _lse_shift(slopes, first, before + added, capacity, seqlen_q, causal, window)
+        return out, lse
 
     assert before is not None and first is not None and length is not None
     cache = open_cache(k_cache, v_cache, batch, cache_batch_idx, block_table)
@@ -311,6 +350,9 @@ def with_kvcache(
     length = length.clamp(0, cache.capacity)
     first = torch.minimum(first.clamp(min=0), length)
 
+    if slopes is not None:
+        out, lse = with_alibi(q, cache, first, length, slopes, scale, causal, window, float(softcap))
+        return out, lse + _lse_shift(slopes, first, length, capacity, seqlen_q, causal, window)
     if seqlen_q * (num_heads // cache.k.shape[1]) > _MAX_PACKED_ROWS:
         return many_queries(q, cache, first, length, scale, causal, window, float(softcap))
     seen = visible(first, length, seqlen_q, causal, window)

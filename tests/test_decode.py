@@ -74,6 +74,8 @@ CASES: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
     "window on both sides": (2, 16, torch.float32, dict(window_size=(70, 1))),
     "softcap": (1, 16, torch.float32, dict(softcap=2.0, softmax_scale=0.7)),
     "left padding": (1, 16, torch.float32, dict(num_splits=2, cache_leftpad=torch.tensor(PADDING).int())),
+    "alibi": (2, 16, torch.float32, dict(alibi_slopes=torch.tensor([0.5, 0.2, 0.1, 0.05]), num_splits=3)),
+    "alibi, causal": (2, 16, torch.float32, dict(alibi_slopes=torch.rand(B, H), causal=True)),
     "rows of two tiles": (20, 16, torch.float32, dict(causal=True)),
 }
 

