@@ -161,24 +161,37 @@ class _UlyssesAttention(torch.autograd.Function):
             arriving_lse = list(travel.to_heads(dealt(grad_lse, saved[2], heads.q)))
         arguments = _op_arguments(layout, heads.k, ctx.head_dims[0], saved[0].dtype, ctx.options)
         grads = []
-        for chunk, (dout_heads, work) in enumerate(arriving):
+        for chunk in range(heads.num_chunks):
             received, out, lse = saved[3 * chunk : 3 * chunk + 3]
+            dout_heads, work = arriving.pop(0)
             work.wait()
             dlse_heads = None
             if arriving_lse[chunk] is not None:
                 arriving_lse[chunk][1].wait()
                 dlse_heads = arriving_lse[chunk][0].t().contiguous()
-            found = torch.ops.flash_attn.bwd(
-                dout_heads.view(out.shape), dlse_heads, *_as_qkv(received, widths, heads), None, None,
-                out, lse, *arguments,
-            )  # fmt: skip
-            grads.append(travel.to_rows(torch.cat([g.flatten(1) for g in found[:3]], 1)))
+            # Nothing but the list holds dout: it is gone before the gradients are copied.
+            given, qkv = [dout_heads.view(out.shape)], _as_qkv(received, widths, heads)
+            del dout_heads, work
+            grads.append(travel.to_rows(_gradients(given, dlse_heads, qkv, out, lse, arguments)))
         parts = zip(*(part.split(list(widths), 2) for part in _waited(grads)), strict=True)
         dims = (ctx.head_dims[0], ctx.head_dims[0], head_dim_v)
         dq, dk, dv = (_collect(part, layout.num_rows, d) for part, d in zip(parts, dims, strict=True))
         if heads.repeat > 1:
             dk, dv = (_summed(x, ctx.num_heads_k) for x in (dk, dv))
         return dq, dk, dv, None, None
+
+
+def _gradients(
+    dout: list[torch.Tensor],
+    dlse: torch.Tensor | None,
+    qkv: list[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    arguments: tuple[Any, ...],
+) -> torch.Tensor:
+    """[dq | dk | dv] of one chunk of heads, (rows of the pack, width). Empties `dout`."""
+    found = torch.ops.flash_attn.bwd(dout.pop(), dlse, *qkv, None, None, out, lse, *arguments)
+    return torch.cat([grad.flatten(1) for grad in found[:3]], 1)
 
 
 def _as_qkv(received: torch.Tensor, widths: Sequence[int], heads: Heads) -> list[torch.Tensor]:
