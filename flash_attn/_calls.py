@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flash_attn import _alibi_dropout, _eager, _extras, _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
+from flash_attn import _alibi_dropout, _eager, _extras, _ops, _places, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
 from flash_attn._extras import Extras
 
 Output = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -292,20 +292,28 @@ def varlen(
     max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
     return_attn_probs: bool, block_table: Tensor | None = None, rng_state: Tensor | None = None,
-    probabilities: bool = True,
+    probabilities: bool = True, leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None,
     names: tuple[str, str, str, str] = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
 ) -> Output:  # fmt: skip
     q, k, v = autocast(q, k, v)
-    checks.qkv(q, k, v, 3)
-    checks.options(dropout_p, softcap, window_size, None, block_table)
+    if block_table is None:
+        checks.qkv(q, k, v, 3)
+    checks.options(dropout_p, softcap, window_size)
     max_seqlen_q, max_seqlen_k = checks.length(names[2], max_seqlen_q), checks.length(names[3], max_seqlen_k)
+    rows_k = k.shape[0] if block_table is None else 2**31  # the pages' rows are checked one by one
     checks.cu_seqlens_pair(
         (names[0], cu_seqlens_q, q.shape[0], names[2], max_seqlen_q),
-        (names[1], cu_seqlens_k, k.shape[0], names[3], max_seqlen_k),
+        (names[1], cu_seqlens_k, rows_k, names[3], max_seqlen_k),
         q.device,
     )
+    placed = None
+    if any(x is not None for x in (block_table, leftpad_k, seqused_k)):
+        k, v, placed = _places.find(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, leftpad_k, seqused_k
+        )
+        checks.qkv(q, k, v, 3)
     extras = extras_of(q, cu_seqlens_q.shape[0] - 1, dropout_p, alibi_slopes, softcap, rng_state)
-    segments = varlen_segments(cu_seqlens_q, cu_seqlens_k)
+    segments = varlen_segments(cu_seqlens_q, cu_seqlens_k) if placed is None else placed
     out, lse = attention(
         q, k, v, None, None, segments, None, [], max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, window_size, softcap, None, deterministic, extras,

@@ -108,16 +108,14 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
 ) -> _Forward:
     """out (total_q, H, Dv), lse (H, total_q) fp32, probabilities and state as `_flash_attn_forward`."""
-    for name, x in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
-        if x is not None:
-            raise NotImplementedError(f"{name} is not supported")
-    checks.qkv(q, k, v, 3)
+    if block_table is None:
+        checks.qkv(q, k, v, 3)
     checks.options(dropout_p, softcap, (window_size_left, window_size_right))
     rng_state = _new_rng_state(dropout_p, q)
     out, lse, probabilities = _calls.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         (window_size_left, window_size_right), softcap, alibi_slopes, False, True, block_table, rng_state,
-        return_softmax,
+        return_softmax, leftpad_k, seqused_k,
     )  # fmt: skip
     return out, lse, probabilities, rng_state
 

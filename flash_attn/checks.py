@@ -80,17 +80,11 @@ def options(
     dropout_p: float = 0.0,
     softcap: float = 0.0,
     window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
 ) -> None:
-    """Values of the options; refuses by name what is not supported."""
+    """Values of the options."""
     dropout_p, softcap = _number("dropout_p", dropout_p), _number("softcap", softcap)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if alibi_slopes is not None:
-        raise NotImplementedError("ALiBi is not supported here: alibi_slopes must be None")
-    if block_table is not None:
-        raise NotImplementedError("paged keys are not supported: block_table must be None")
     if not 0.0 <= softcap < float("inf"):
         raise ValueError(f"softcap must be >= 0 and finite (0: none), got {softcap}")
     is_row = isinstance(window_size, Tensor) and window_size.dim() == 1

@@ -162,7 +162,9 @@ def flash_attn_varlen_func(
     Rows behind the last sequence give 0. `max_seqlen_*` are upper bounds. `return_attn_probs` adds lse (H,
     total_q) fp32 and dropout's probabilities. Values of cu_seqlens are checked on the CPU, and on GPUs with
     FLASH_ATTN_CHECK=1. On GPUs what is made of them is kept until torch's version counters of the two tensors
-    change: write to them with in-place operations, not through `.data` or foreign kernels. Otherwise as
+    change: write to them with in-place operations, not through `.data` or foreign kernels. With `block_table`
+    (batch, pages) int32, k and v are pages (num_blocks, page_size, Hk, D), and sequence b has the first
+    cu_seqlens_k[b + 1] - cu_seqlens_k[b] rows of its own; forward only, gathered first. Otherwise as
     `flash_attn_func`.
     """
     return varlen(

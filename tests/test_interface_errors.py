@@ -96,7 +96,6 @@ VARLEN: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_seqlen_k": 0}, ValueError, r"max_seqlen_k must be at least the longest sequence \(4\), got 0"),
     ({"max_seqlen_q": -1}, ValueError, r"max_seqlen_q must be >= 0, got -1"),
     ({"max_seqlen_q": 4.0}, TypeError, r"max_seqlen_q must be an int, got float"),
-    ({"block_table": cu(0)}, NotImplementedError, r"paged keys are not supported: block_table must be None"),
     ({"dropout_p": 0.5, "softcap": 1.0}, NotImplementedError, r"dropout with softcap is not supported"),
     ({"alibi_slopes": rand(3)}, ValueError, r"alibi_slopes must be \(num_heads,\) or .* \(2, 2\), got \[3\]"),
 ]

@@ -137,7 +137,7 @@ def test_wrong_arguments() -> None:
             packed[0], *packed, packed[0], lse, None, None, None, *cu, *tail
         )
     for name in ("leftpad_k", "seqused_k"):
-        with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
+        with pytest.raises(ValueError, match=rf"{name} must be \(batch,\) = \[2\] on cpu, got \[3\]"):
             interface._flash_attn_varlen_forward(*packed, *cu, *tail[:-1], **{name: cu[0]})
     with pytest.raises(ValueError, match="head_dim must be at most 256, got 512"):
         interface._get_block_size_n(torch.device("cpu"), 512, False, False)

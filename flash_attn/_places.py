@@ -1,0 +1,81 @@
+"""Keys of packed sequences that do not simply follow each other: in pages, behind padding, or fewer than
+cu_seqlens_k says. Called by _calls.varlen.
+
+Sequence b's keys are rows [begin, end): of its gathered pages (block_table), or of k behind cu_seqlens_k[b] +
+leftpad_k[b]; seqused_k[b] of them. Forward only, as flash-attn's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn import checks
+
+
+def _check(name: str, x: Any, shape: str, fits: bool, q: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be an int32 tensor, got {kind}")
+    if not fits or x.device != q.device:
+        raise ValueError(f"{name} must be {shape} on {q.device}, got {list(x.shape)} on {x.device}")
+
+
+def _gathered(name: str, x: Any, pages: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dim() != 4:
+        form = "(num_blocks, page_size, num_heads_k, head_dim)"
+        raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+    return x[pages.clamp(0, max(x.shape[0] - 1, 0)).flatten()].flatten(0, 1)
+
+
+def find(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    block_table: Tensor | None, leftpad_k: Tensor | None, seqused_k: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """k and v as rows (n, Hk, D), and the segments of the sequences, (batch, 6) int32."""
+    batch = cu_seqlens_q.shape[0] - 1
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
+        raise NotImplementedError("block_table, leftpad_k and seqused_k are forward only: no gradients")
+    for name, x in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
+        if x is not None:
+            _check(name, x, f"(batch,) = [{batch}]", getattr(x, "shape", None) == (batch,), q)
+    begin, length = cu_seqlens_k[:-1].long(), cu_seqlens_k.diff().long()
+    capacity = None
+    if block_table is not None:
+        if leftpad_k is not None:
+            raise NotImplementedError("block_table cannot be combined with leftpad_k")
+        fits = getattr(block_table, "ndim", 0) == 2 and block_table.shape[0] == batch
+        _check("block_table", block_table, f"(batch, pages) = [{batch}, *]", fits, q)
+        pages, num_blocks, page_size = block_table.long(), k.shape[0], k.shape[1]
+        k, v = _gathered("k", k, pages), _gathered("v", v, pages)
+        capacity = pages.shape[1] * page_size
+        begin = torch.arange(batch, device=q.device) * capacity
+        if checks.values_are_read(length):
+            used = torch.arange(pages.shape[1], device=q.device) * page_size < length[:, None]
+            if bool((used & ((pages < 0) | (pages >= num_blocks))).any()):
+                raise ValueError(
+                    f"block_table must be within k's {num_blocks} pages where keys are, "
+                    f"got {block_table.tolist()}"
+                )
+    if seqused_k is not None:
+        length = seqused_k.long()
+    shift = torch.zeros_like(begin) if leftpad_k is None else leftpad_k.long()
+    if seqused_k is None:
+        length = length - shift
+    if checks.values_are_read(length):
+        most = cu_seqlens_k.diff() if capacity is None else torch.full_like(length, capacity)
+        if bool(((length < 0) | (shift < 0) | (shift + length > most)).any()):
+            raise ValueError(
+                f"keys must be within the {most.tolist()} rows of their sequences, "
+                f"got {length.tolist()} behind {shift.tolist()}"
+            )
+    if capacity is not None:
+        length = length.clamp(0, capacity)
+    zero = torch.zeros_like(cu_seqlens_q[1:])
+    begin = (begin + shift).int()
+    columns = (cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, zero, begin, begin + length.int())
+    return k, v, torch.stack(columns, 1)

@@ -1,0 +1,99 @@
+"""Packed sequences whose keys lie in pages, behind padding, or are fewer than cu_seqlens_k says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn import flash_attn_varlen_func
+from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+
+H, HK, D, PAGE = 4, 2, 8, 4
+Q_LENS, K_LENS = [3, 1, 2], [9, 0, 5]
+TABLE = torch.tensor([[5, 0, 3], [1, 1, 1], [2, 4, 99]], dtype=torch.int32)  # the last one is never used
+
+
+def cu(lens: list[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).int()
+
+
+def paged() -> tuple[Tensor, Tensor, Tensor]:
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    return make(sum(Q_LENS), H, D), make(6, PAGE, HK, D), make(6, PAGE, HK, D)
+
+
+def rows_of(pages: Tensor, b: int, n: int) -> Tensor:
+    return pages[TABLE[b].long().clamp(max=5)].flatten(0, 1)[:n]
+
+
+OPTIONS = [{}, dict(causal=True), dict(causal=True, window_size=(3, 0)), dict(alibi_slopes=torch.rand(H))]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_pages_equal_rows(options: dict[str, Any]) -> None:
+    q, k, v = paged()
+    numbers = (cu(Q_LENS), cu(K_LENS), 3, 9)
+    found = flash_attn_varlen_func(q, k, v, *numbers, block_table=TABLE, return_attn_probs=True, **options)
+    joined = [torch.cat([rows_of(x, b, n) for b, n in enumerate(K_LENS)]) for x in (k, v)]
+    wanted = flash_attn_varlen_func(q, *joined, *numbers, return_attn_probs=True, **options)
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("given", ["seqused_k", "leftpad_k", "both", "seqused_k, pages"])
+def test_used_keys_and_padding(given: str, causal: bool) -> None:
+    q, k, v = paged()
+    used, pad = torch.tensor([4, 0, 2], dtype=torch.int32), torch.tensor([2, 0, 3], dtype=torch.int32)
+    joined = [torch.cat([rows_of(x, b, n) for b, n in enumerate(K_LENS)]) for x in (k, v)]
+    keys = (k, v) if "pages" in given else joined
+    extra: dict[str, Any] = {"block_table": TABLE} if "pages" in given else {}
+    if given != "leftpad_k":
+        extra["seqused_k"] = used
+    if given in ("leftpad_k", "both"):
+        extra["leftpad_k"] = pad
+    out, lse, _, _ = _flash_attn_varlen_forward(
+        q, *keys, cu(Q_LENS), cu(K_LENS), 3, 9, 0.0, 0.3, causal, **extra
+    )
+    begin = [int(pad[b]) if "leftpad_k" in extra else 0 for b in range(3)]
+    end = [begin[b] + int(used[b]) if "seqused_k" in extra else n for b, n in enumerate(K_LENS)]
+    own = [x.split(K_LENS) for x in joined]
+    rows = [torch.cat([x[b][begin[b] : end[b]] for b in range(3)]) for x in own]
+    lens = [e - b for b, e in zip(begin, end, strict=True)]
+    wanted = _flash_attn_varlen_forward(q, *rows, cu(Q_LENS), cu(lens), 3, 9, 0.0, 0.3, causal)
+    torch.testing.assert_close((out, lse), wanted[:2], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        (dict(block_table=TABLE.long()), TypeError, "block_table must be an int32 tensor, got torch.int64"),
+        (dict(block_table=TABLE[0]), ValueError, r"block_table must be \(batch, pages\) = \[3, \*\] on cpu"),
+        (dict(block_table=TABLE[:, :2]), ValueError, r"keys must be within the \[8, 8, 8\] rows .*9, 0, 5"),
+        (dict(block_table=TABLE + 2), ValueError, "block_table must be within k's 6 pages where keys are"),
+        (dict(block_table=TABLE, k=torch.zeros(24, HK, D)), ValueError, r"k must be \(num_blocks, .*24, 2"),
+        (dict(block_table=TABLE, v=None), TypeError, "v must be a tensor, got NoneType"),
+        (dict(block_table=TABLE, q=torch.zeros(6, H, D).requires_grad_()), NotImplementedError, "gradients"),
+    ],
+)  # fmt: skip
+def test_wrong_pages(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    q, k, v = paged()
+    arguments = dict(q=q, k=k, v=v, cu_seqlens_q=cu(Q_LENS), cu_seqlens_k=cu(K_LENS), max_seqlen_q=3)
+    with pytest.raises(kind, match=message):
+        flash_attn_varlen_func(**{**arguments, **changes, "max_seqlen_k": 9})
+
+
+def test_wrong_places() -> None:
+    q, k, v = paged()
+    flat = k.flatten(0, 1), v.flatten(0, 1)
+    arguments = (cu(Q_LENS), cu(K_LENS), 3, 9, 0.0, 0.3, False)
+    with pytest.raises(NotImplementedError, match="block_table cannot be combined with leftpad_k"):
+        pad = torch.zeros(3, dtype=torch.int32)
+        _flash_attn_varlen_forward(q, k, v, *arguments, block_table=TABLE, leftpad_k=pad)
+    with pytest.raises(ValueError, match=r"keys must be within .* got \[10, 0, 0\] behind \[0, 0, 0\]"):
+        used = torch.tensor([10, 0, 0], dtype=torch.int32)
+        _flash_attn_varlen_forward(q, *flat, *arguments, seqused_k=used)
+    with pytest.raises(TypeError, match="seqused_k must be an int32 tensor, got list"):
+        _flash_attn_varlen_forward(q, *flat, *arguments, seqused_k=[1, 2, 3])
