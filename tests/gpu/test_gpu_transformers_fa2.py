@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers_models import model_of
 
 import flash_attn
+from flash_attn import _kvcache
 
 pytest.importorskip("transformers")
 from transformers import modeling_flash_attention_utils as flash_utils
@@ -152,7 +153,7 @@ def taught(kind: str) -> dict[str, Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert float(loss) < 0.1
+    assert float(loss.detach()) < 0.1
     return model.state_dict()
 
 
@@ -180,3 +181,35 @@ def test_greedy_generation_gives_the_tokens_of_sdpa(kind: str) -> None:
     assert torch.equal(results["flash"].sequences, wanted.sequences)
     low, found, true = (torch.stack(x.logits).float() for x in (*results.values(), wanted))
     assert float((found - true).norm()) <= 1.5 * float((low - true).norm())
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_continuous_batching_gives_the_tokens_of_sdpa(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' paged cache: decoding steps append to pages of 256 keys in flash_attn_with_kvcache."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    state, prompts = taught(kind), [excerpts([b], n)[0].tolist() for b, n in ((0, 40), (7, 23), (30, 9))]
+    model, exact = flash(kind), other(kind, "sdpa", torch.float32)
+    model.load_state_dict(state)
+    exact.load_state_dict(state)
+    tables: list[bool] = []
+    with_kvcache = _kvcache.with_kvcache
+
+    def count(*args: Any) -> Any:
+        tables.append(args[10] is not None)
+        return with_kvcache(*args)
+
+    monkeypatch.setattr(_kvcache, "with_kvcache", count)
+    options = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    memory = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=128)
+    results = model.eval().generate_batch(
+        inputs=prompts, generation_config=options, continuous_batching_config=memory
+    )
+    found = [results[name].generated_tokens for name in sorted(results)]
+    for prompt, tokens in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt], device=CUDA)
+        wanted = exact.generate(input_ids=ids, generation_config=options)[0, len(prompt) :]
+        assert tokens == wanted.tolist()
+    assert all(tables)
+    if kind == "llama" and CUDA != "cpu":  # windows keep the varlen path
+        assert tables
