@@ -93,6 +93,7 @@ def usable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | No
     return kernels() is not None
 
 
+@functools.cache
 def choose_splits(programs: int, keys: int, slots: int) -> int:
     """Parts of every sequence's keys, of at least 256: the fewest that keep the GPU's slots busy.
 
