@@ -12,8 +12,9 @@ template <class Element_, int kHeadDim_, bool kSoftcap_, bool kWithDq_>
 struct BwdTraits {
     using Element = Element_;
     static constexpr Tiles kTile = tiles(kHeadDim_);
-    static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n, kStages = 2;
+    static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n;
     static constexpr int kBlockM = kSoftcap_ ? kBlockRows : kTile.bwd_block_m;  // tanh wants registers
+    static constexpr int kStages = kBlockM > kBlockRows ? 2 : 3;  // as many as fit
     static constexpr bool kSoftcap = kSoftcap_, kWithDq = kWithDq_;
     static constexpr int kConsumers = 2;
     static constexpr int kCluster = 2;  // CTAs that may share rows: find_pair in launch.h
@@ -36,20 +37,25 @@ template <int N>
 __device__ __forceinline__ void mask_rows(float (&scores)[N], BwdParams const& p, KeyItem const& item, int block,
                                           int key) {
     key += item.key_begin;
-    int const key_end = item.key_begin + item.num_keys;
+    int const key_end = item.key_begin + item.num_keys, first_row = block * 2 * N + 2 * (threadIdx.x % 4);
+    constexpr int kTogether = 2;  // more take registers that the loop lacks
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-        int const row = block * 2 * N + i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2;
-        int begin = 0, end = 0;
-        if (row >= item.row_begin && row < item.row_end) {
-            int2 const span = __ldg(reinterpret_cast<int2 const*>(p.fwd.plan.row_span + row) + (item.region ? 0 : 1));
-            begin = span.x;
-            end = min(span.y, key_end);
+    for (int first = 0; first < N / 2; first += kTogether) {
+        int2 spans[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {  // no branch: reads in a chain would take longer than the block's products
+            int const row = first_row + (first + i) / 2 * 8 + i % 2;
+            int const inside = min(max(row, item.row_begin), item.row_end - 1);
+            spans[i] = __ldg(reinterpret_cast<int2 const*>(p.fwd.plan.row_span + inside) + (item.region ? 0 : 1));
+            spans[i].y = inside == row ? min(spans[i].y, key_end) : 0;
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float& x = scores[i / 2 * 4 + 2 * half + i % 2];
-            if (key + 8 * half < begin || key + 8 * half >= end) { x = -INFINITY; }
+        for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float& x = scores[(first + i) / 2 * 4 + 2 * half + i % 2];
+                if (key + 8 * half < spans[i].x || key + 8 * half >= spans[i].y) { x = -INFINITY; }
+            }
         }
     }
 }

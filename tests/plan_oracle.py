@@ -226,7 +226,8 @@ def _decoded_pieces(t: _Table, context_in_k: bool) -> tuple[tuple[int, int], lis
 def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list[KeyTiles]:
     """Decoded tiles one by one, then context tiles in pairs of neighbours, one for each block of a cluster.
 
-    Each with the rows of the pair: (begin, end), [[region, key_begin, num_keys, row_begin, row_end], ...].
+    (begin, end), [[region, key_begin, num_keys, row_begin, row_end], ...]: first the rows of the pair, of a decoded
+    tile those of its run's first tile.
     """
     lead, pieces = _decoded_pieces(t, context_in_k)
 
@@ -240,12 +241,15 @@ def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list
     items: list[KeyTiles] = []
     for begin, end in _tiles([lead] if lead[0] < lead[1] else [], block):
         items.append(((0, 0), [[0, begin, end - begin, 0, 0]]))
-    for begin, end in _tiles(runs, block):
-        hull = (0, 0)
-        for s, (pb, pe) in enumerate(pieces):
-            if pb < end and pe > begin:
-                hull = _union(hull, rows(s, max(pb, begin), min(pe, end)))
-        items.append((hull, [[0, begin, end - begin, *hull]]))
+    for run in runs:
+        first: tuple[int, int] | None = None
+        for begin, end in _tiles([run], block):
+            hull = (0, 0)
+            for s, (pb, pe) in enumerate(pieces):
+                if pb < end and pe > begin:
+                    hull = _union(hull, rows(s, max(pb, begin), min(pe, end)))
+            first = first or hull
+            items.append((first, [[0, begin, end - begin, *hull]]))
 
     heads = [s for s in range(t.num_segments) if t.context_head(s)]
     groups: list[tuple[int, int, int, int]] = []  # key range, row range
@@ -318,7 +322,7 @@ def build_plan(
         for part in range(num_splits) if pair[0][0] == 1 and num_splits > 1 else [-1]:
             cut = pair_rows if part < 0 else _split_rows(*pair_rows, part, num_splits)
             for region, key_begin, num_keys, rb, re in pair:
-                lo, hi = max(rb, cut[0]), min(re, cut[1])
+                lo, hi = (rb, re) if part < 0 else (max(rb, cut[0]), min(re, cut[1]))
                 rows = (lo, hi) if lo < hi else (0, 0)
                 keys.append([region, key_begin, num_keys, *rows, cut[1] - cut[0], part, 0])
 
