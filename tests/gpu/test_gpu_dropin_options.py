@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from alibi_dropout_cases import attend_extras, extras_case
 
 DTYPES = [torch.bfloat16, torch.float16]
+MODES = [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
 LENGTHS = ([150, 0, 3, 200], [200, 7, 130, 1])
 OPTIONS: list[dict[str, Any]] = [
     dict(alibi="heads"),
@@ -38,16 +39,14 @@ def check_extras(deterministic: bool, lengths: tuple[list[int], list[int]] = LEN
         check(case, attend_extras(case, extras, deterministic))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(("dtype", "deterministic"), MODES, ids=["bf16", "fp16", "bf16-deterministic"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(options: dict[str, Any], head_dim: int, deterministic: bool, dtype: torch.dtype) -> None:
     check_extras(deterministic, head_dim=head_dim, dtype=dtype, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(("dtype", "deterministic"), MODES, ids=["bf16", "fp16", "bf16-deterministic"])
 @pytest.mark.parametrize("head_dim", [40, 96, 192, 256])
 def test_head_dims(head_dim: int, deterministic: bool, dtype: torch.dtype) -> None:
     for options in (dict(alibi="batch", dropout_p=0.3), dict(dropout_p=0.2, causal=False)):
