@@ -48,6 +48,13 @@ __device__ __forceinline__ void store_async(uint32_t address, uint4 x, uint32_t 
         : "memory");
 }
 
+// Shared memory of this block to addresses in another; its barrier (an address there) counts the bytes.
+__device__ __forceinline__ void copy_to_peer(uint32_t dst, void const* src, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+                 "r"(smem_address(src)), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // Orders stores that this thread has seen before later reads by wgmma.
 __device__ __forceinline__ void fence_async_proxy_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 

@@ -57,7 +57,11 @@ __global__ void __launch_bounds__(T::kThreads, 1) pair_kernel(__grid_constant__ 
         }
         cluster_sync();
     } else {
-        if constexpr (T::kOutputRegisters > 128) { grow_registers<T::kOutputRegisters>(); }
+        if constexpr (T::kOutputRegisters > 128) {
+            grow_registers<T::kOutputRegisters>();
+        } else {
+            shrink_registers<T::kOutputRegisters>();
+        }
         PairOutput<T> output{args, s, rank, blocks, warpgroup - 2};
         int num_tiles = 0;
         if constexpr (T::kDq) {

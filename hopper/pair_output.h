@@ -28,6 +28,14 @@ struct PairOutput {
         for (int i = 0; i < kParts; ++i) { pin(acc[i]); }
     }
 
+    __device__ __forceinline__ void release_part(int stage, int part) {
+        constexpr int kPartGroups = kOwnGroups / kParts;
+#pragma unroll
+        for (int g = 0; g < kPartGroups; ++g) {
+            release_group<T>(s, stage, first_group + part * kPartGroups + g, blocks);
+        }
+    }
+
     // num_tiles: of the item, for dQ; otherwise the scores say when it is over.
     __device__ __forceinline__ void accumulate(int num_tiles) {
         Place<T::kStages> place{T::kFirstStage};
@@ -65,12 +73,16 @@ struct PairOutput {
                     Half::template descriptor<Major::MN>(operand_address(s.ring[place.stage]) +
                                                          first_group * T::kGroupBytes +
                                                          i * kN / Half::kChunk * Half::kChunkBytes));
+                wgmma_commit();
             }
-            wgmma_commit();
+            // The groups of the columns that are done, one part after the other.
+            if constexpr (kParts == 2) {
+                wgmma_wait<1>();
+                release_part(place.stage, 0);
+            }
             wgmma_wait<0>();
             pin_acc();
-#pragma unroll
-            for (int g = 0; g < kOwnGroups; ++g) { release_group<T>(s, place.stage, first_group + g, blocks); }
+            release_part(place.stage, kParts - 1);
             if (threadIdx.x % 128 == 0) {
                 if constexpr (T::kDq) {
                     if (rank == 0 && warpgroup == 0) {

@@ -23,22 +23,14 @@ __device__ __forceinline__ void store_probs(uint32_t tile, uint32_t const (&x)[N
     }
 }
 
-// The same to block 0, 16 bytes a thread; `barrier` (an address there) counts them.
-template <class Tile, int N>
-__device__ __forceinline__ void send_probs(uint32_t tile, uint32_t barrier, uint32_t const (&x)[N]) {
-    static_assert(N == Tile::kColumns / 4 && Tile::kChunks == 1);
-    int const lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        int const row = threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
-        int const swizzle = Tile::kRowBytes == 128 ? row % 8 : row / 2 % 4;
-#pragma unroll
-        for (int j = 0; j < N / 8; ++j) {
-            uint4 const block =
-                quad_transpose(x[8 * j + half], x[8 * j + 2 + half], x[8 * j + 4 + half], x[8 * j + 6 + half]);
-            store_async(tile + row * Tile::kRowBytes + (((4 * j + lane % 4) ^ swizzle) << 4), block, barrier);
-        }
-    }
+// A warp's 16 rows of it to block 0; `barrier` (an address there) counts the bytes. Behind store_probs and its fence.
+template <class Tile>
+__device__ __forceinline__ void send_probs(void const* tile, uint32_t barrier) {
+    constexpr int kBytes = 16 * Tile::kRowBytes;
+    int const warp = threadIdx.x % 128 / 32;
+    char const* const rows = static_cast<char const*>(tile) + warp * kBytes;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) { copy_to_peer(peer_address(smem_address(rows), 0), rows, kBytes, barrier); }
 }
 
 // mask_keys for keys x rows: the thread's keys are key and key + 8, its columns query rows from `row` on.
@@ -78,8 +70,9 @@ struct PairScores {
     uint32_t a[kRegisters];                       // A, four registers a step of 16 columns
     Place<T::kStages> place{T::kFirstStage};
     int num_tiles = 0;   // read so far
-    Ring<2> out, relay;  // buffers of probabilities
-    bool pending = false;
+    Ring<2> out;         // buffers of probabilities
+    Ring<T::kRelays> relay;
+    bool pending = false;  // the buffer at `out` is full and not handed over
     float const scale_log2 =
         (T::kSoftcap ? args.params.fwd.softcap : args.params.fwd.softmax_scale) * kLog2e;
     float const tanh_scale = T::kSoftcap ? args.params.fwd.softmax_scale / args.params.fwd.softcap : 0.f;
@@ -131,7 +124,9 @@ struct PairScores {
     }
 
     // x = A B1^T; frees groups of chunks as they are read, except those that the accumulation of dQ reads too.
-    __device__ __forceinline__ void scores(float (&x)[kN / 2]) {
+    // `meanwhile` runs under the last products: waits and loads, each of which takes as long as a dozen products.
+    template <class Meanwhile>
+    __device__ __forceinline__ void scores(float (&x)[kN / 2], Meanwhile const& meanwhile) {
         using Shape = cute::Shape<cute::Int<64>, cute::Int<kN>, cute::Int<16>>;
         using Op = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, Shape, Major::K, Major::K>());
         using SharedOp = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, Shape, Major::K, Major::K>());
@@ -174,22 +169,28 @@ struct PairScores {
             }
             current.advance(1);
         }
+        meanwhile();
         wgmma_wait<0>();
         pin(x);
         release_group<T>(s, previous.stage, T::kGroups - 1, blocks);
     }
 
-    // Probabilities to shared memory, after `more` has written what goes with them.
+    // For the buffer that the next probabilities go to.
+    __device__ __forceinline__ void wait_for_buffer() {
+        Ring<2> next = out;
+        if (T::kLate && pending) { next.advance(); }
+        s.probs_empty[next.stage].wait(next.phase ^ 1);
+    }
+    // Probabilities to shared memory (the buffer is known to be free), after `more` has written what goes with them.
     template <class More>
     __device__ __forceinline__ void give(uint32_t const (&packed)[kN / 4], More const& more) {
         uint32_t const tile = smem_address(s.probs[out.stage]);
-        s.probs_empty[out.stage].wait(out.phase ^ 1);
-        if constexpr (T::kDq) {
-            send_probs<typename T::TileP>(peer_address(tile, 0),
-                                          peer_address(smem_address(&s.probs_full[out.stage]), 0), packed);
-        }
         store_probs<typename T::TileP>(tile, packed);
         fence_async_proxy();
+        if constexpr (T::kDq) {
+            send_probs<typename T::TileP>(s.probs[out.stage],
+                                          peer_address(smem_address(&s.probs_full[out.stage]), 0));
+        }
         more();
         if constexpr (T::kLate) {
             pending = true;
@@ -197,17 +198,17 @@ struct PairScores {
             hand_over(0);
         }
     }
-    __device__ __forceinline__ void hand_over(int last) {
-        if (!T::kDq && thread == 0) { s.last[out.stage] = last; }
-        __syncwarp();
-        if (lane == 0) { s.probs_full[out.stage].arrive(); }
-        out.advance();
-    }
     __device__ __forceinline__ void hand_over_pending() {
         if (T::kLate && pending) {
             hand_over(0);
             pending = false;
         }
+    }
+    __device__ __forceinline__ void hand_over(int last) {
+        if (!T::kDq && thread == 0) { s.last[out.stage] = last; }
+        __syncwarp();
+        if (lane == 0) { s.probs_full[out.stage].arrive(); }
+        out.advance();
     }
 
     __device__ __forceinline__ void softmax(QueryItem const& item, int head) {
@@ -220,7 +221,7 @@ struct PairScores {
             if (tile.last) { break; }
             float x[kN / 2], alpha[2];
             uint32_t packed[kN / 4];
-            scores(x);
+            scores(x, [&] { wait_for_buffer(); });
             hand_over_pending();
             place.advance(num_tiles == 1 ? 2 : 4);
             if constexpr (T::kSoftcap) {
@@ -299,14 +300,24 @@ struct PairScores {
                     scalars.column[j] = __ldg(reinterpret_cast<float2 const*>(values + 8 * j));
                 }
             }
-            float x[kN / 2];
-            scores(x);
+            float x[kN / 2], probs[kN / 2];
+            scores(x, [&] {
+                if (T::kDkv || rank == 1) { wait_for_buffer(); }
+                if (rank == 0) {
+                    s.relay_empty[relay.stage].wait(relay.phase ^ 1);
+                } else if (T::kEarlyRelay) {
+                    receive_relay(probs);
+                    settle(probs, smem_address(s.row_scale));  // before block 0 may write the next
+                    release_relay();
+                }
+            });
             hand_over_pending();
             place.advance(T::step(rank));
             if (rank == 0) {
                 probabilities(x, tile, item, scalars);
             } else {
-                differences(x, scalars);
+                if (!T::kEarlyRelay) { receive_relay(probs); }
+                differences(x, probs, scalars);
             }
         }
         hand_over_pending();
@@ -342,7 +353,6 @@ struct PairScores {
             x[i] = T::kSoftcap ? y * fmaxf(1.f - x[i] * x[i], 0.f) : y;
             x[i + 1] = T::kSoftcap ? z * fmaxf(1.f - x[i + 1] * x[i + 1], 0.f) : z;
         }
-        s.relay_empty[relay.stage].wait(relay.phase ^ 1);
         uint32_t const to = peer_address(smem_address(s.relay[relay.stage]), 1) + 16 * thread;
         uint32_t const barrier = peer_address(smem_address(&s.relay_full[relay.stage]), 1);
 #pragma unroll
@@ -356,25 +366,35 @@ struct PairScores {
         if constexpr (T::kDkv) { give(packed, [] {}); }
     }
 
-    // x = dP -> dS.
-    __device__ __forceinline__ void differences(float (&x)[kN / 2], Scalars const& scalars) {
-        uint32_t packed[kN / 4];
+    // Block 1: P of a tile, from block 0.
+    __device__ __forceinline__ void receive_relay(float (&probs)[kN / 2]) {
         s.relay_full[relay.stage].wait(relay.phase);
-        float4 const* const probs = reinterpret_cast<float4 const*>(s.relay[relay.stage]) + thread;
+        if (thread == 0) { s.relay_full[relay.stage].arrive_and_expect(T::kRelayBytes); }
+        float4 const* const from = reinterpret_cast<float4 const*>(s.relay[relay.stage]) + thread;
 #pragma unroll
         for (int i = 0; i < kN / 8; ++i) {
-            float4 const y = probs[128 * i];
-            packed[2 * i] = pack<Element>(y.x * (x[4 * i] - scalars.at(4 * i)), y.y * (x[4 * i + 1] - scalars.at(4 * i + 1)));
-            packed[2 * i + 1] =
-                pack<Element>(y.z * (x[4 * i + 2] - scalars.at(4 * i + 2)), y.w * (x[4 * i + 3] - scalars.at(4 * i + 3)));
+            float4 const y = from[128 * i];
+            probs[4 * i] = y.x, probs[4 * i + 1] = y.y, probs[4 * i + 2] = y.z, probs[4 * i + 3] = y.w;
         }
-        named_sync(1, 128);  // all have read
-        if (thread == 0) {
-            s.relay_full[relay.stage].arrive_and_expect(T::kRelayBytes);
-            arrive_at(s.relay_empty[relay.stage], 0);
-        }
+    }
+    // This warp's P has been loaded: an instruction behind the loads has used it, or they might be overtaken by the next P.
+    __device__ __forceinline__ void release_relay() {
+        __syncwarp();
+        if (lane == 0) { arrive_at(s.relay_empty[relay.stage], 0); }
         relay.advance();
+    }
+
+    // x = dP -> dS.
+    __device__ __forceinline__ void differences(float (&x)[kN / 2], float const (&probs)[kN / 2],
+                                                Scalars const& scalars) {
+        uint32_t packed[kN / 4];
+#pragma unroll
+        for (int i = 0; i < kN / 2; i += 2) {
+            packed[i / 2] =
+                pack<Element>(probs[i] * (x[i] - scalars.at(i)), probs[i + 1] * (x[i + 1] - scalars.at(i + 1)));
+        }
         give(packed, [] {});
+        if constexpr (!T::kEarlyRelay) { release_relay(); }
     }
 };
 

@@ -26,23 +26,24 @@ struct PairTraits {
     static constexpr bool kForward = kPass == PairPass::kForward, kDkv = kPass == PairPass::kDkv,
                           kDq = kPass == PairPass::kDq, kSoftcap = kSoftcap_;
     static constexpr bool kRoles = !kForward;  // block 0 makes P, block 1 dS
-    static constexpr int kHeadDim = 512, kBlock = 64, kTile = kForward ? 64 : 32;
-    static constexpr int kThreads = 512, kLoadRegisters = kDq ? 40 : 32, kScoreRegisters = kDq ? 216 : 160,
-                         kOutputRegisters = kDq ? 128 : 160;  // at the start all have 128
+    static constexpr int kHeadDim = 512, kBlock = 64, kTile = kDkv ? 32 : 64;
+    static constexpr int kThreads = 512, kLoadRegisters = kDq ? 40 : 32, kScoreRegisters = kDq ? 240 : 160,
+                         kOutputRegisters = kDq ? 112 : 160;  // at the start all have 128
+    static constexpr bool kEarlyRelay = kDq;  // P is read under the products of dP: dQ has registers for both
     // Streamed tiles come in halves of 256 columns, one a stage, in chunks of 64 columns; a group of chunks has a barrier.
     using Half = SmemTile<kTile, kHeadDim / 2>;
     // A: so many of its 8 chunks in registers, the others in shared memory.
     static constexpr int kRegisterChunks = kDq ? 8 : kForward ? 5 : 7;
     using Stationary = SmemTile<kBlock, 64>;  // one of the others
     using TileP = SmemTile<kBlock, kTile>;
-    static constexpr int kChunks = Half::kChunks, kGroup = 64 / kTile, kGroups = kChunks / kGroup;
+    static constexpr int kChunks = Half::kChunks, kGroup = kForward ? 1 : 2, kGroups = kChunks / kGroup;
     static constexpr int kGroupBytes = kGroup * Half::kChunkBytes;
-    static constexpr int kStages = (192 - 8 * (8 - kRegisterChunks)) * 1024 / Half::kBytes;
+    static constexpr int kStages = kForward ? 5 : kDq ? 6 : 12;  // of 32 KB, of 16 KB in dK and dV
     static constexpr int kColumns = kDq ? 128 : 256;  // of the accumulator, a warpgroup
-    static constexpr int kRelayBytes = kBlock * kTile * 4;
+    static constexpr int kRelayBytes = kBlock * kTile * 4, kRelays = kDq ? 1 : 2;
 
-    // Probabilities are handed over only when the next tile's scores are done: the accumulation then runs beside the softmax.
-    static constexpr bool kLate = false;
+    // Probabilities are handed over only when the next tile's scores are done: the accumulation then runs beside the exponentials.
+    static constexpr bool kLate = kForward;
 
     // Stages in the order in which they are filled: A's chunks for registers, then
     //   forward   B1_0 B1_1 B2_0 B1_2 B2_1 ...      dK, dV   Q_0 dO_0 Q_1 dO_1 ...
@@ -83,13 +84,13 @@ struct PairStorage {
     alignas(1024) typename T::Element stationary[T::kRegisterChunks < 8 ? 8 - T::kRegisterChunks : 1]
                                                 [T::kRegisterChunks < 8 ? T::Stationary::kElements : 8];
     alignas(1024) typename T::Element probs[2][T::TileP::kElements];
-    alignas(16) float relay[T::kRoles ? 2 : 1][T::kRoles ? T::kRelayBytes / 4 : 4];  // P for block 1, in register order
+    alignas(16) float relay[T::kRoles ? T::kRelays : 1][T::kRoles ? T::kRelayBytes / 4 : 4];  // P for block 1, in register order
     float row_scale[2][T::kBlock];  // forward: of the accumulator before these probabilities; at the end: 1 / sum
     int rescale[2][4];              // a warp's rows have to be scaled
     int last[2];                    // no probabilities: the item is done
     PairTile tiles[kPairTiles];
     Barrier full[T::kStages][T::kGroups], empty[T::kStages][T::kGroups];
-    Barrier probs_full[2], probs_empty[2], relay_full[2], relay_empty[2], stationary_full, tail[4];
+    Barrier probs_full[2], probs_empty[2], relay_full[T::kRelays], relay_empty[T::kRelays], stationary_full, tail[4];
 
     __device__ void init(int rank, int blocks) {
         for (int i = 0; i < T::kStages; ++i) {
@@ -102,9 +103,11 @@ struct PairStorage {
         for (int i = 0; i < 2; ++i) {
             probs_full[i].init(receives_probs ? 1 : 4);  // or warps that write
             probs_empty[i].init(T::kDq ? 4 : 2);         // accumulating warpgroups that read what this block writes
-            relay_full[i].init(1);
-            relay_empty[i].init(1);
             if (receives_probs) { probs_full[i].arrive_and_expect(T::TileP::kBytes); }
+        }
+        for (int i = 0; i < T::kRelays; ++i) {
+            relay_full[i].init(1);
+            relay_empty[i].init(4);  // warps that read
             if (T::kRoles && rank == 1) { relay_full[i].arrive_and_expect(T::kRelayBytes); }
         }
         stationary_full.init(1);
