@@ -54,8 +54,9 @@ def text(rows: Rows, table: Table) -> str:
     case, machine = found[0][0], f"{first['gpu']}, CUDA {first.get('cuda')}, torch {first['torch']}"
     parts = [
         f"{machine}, {first['date']}; H={case['H']}, Hk={case['Hk']}, d={case['d']}, bf16, one query token.\n"
-        "Medians of a call in a CUDA graph of several, caches not in L2. Floor: bytes of the caches at "
-        f"{first['copy_tb_s']:.1f} TB/s,\na copy's in the same process.",
+        "Medians of a call in a CUDA graph of one or more, on caches of their own of 0.27 GB or more in all "
+        f"(L2: 0.06).\nFloor: bytes of the caches at {first['copy_tb_s']:.2f} TB/s, a copy's in the same process; "
+        "reading alone is faster.",
         table(lines),
     ]
     if on_prompts:

@@ -31,6 +31,6 @@ def test_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
         row("ours-replicated", True, case=shared, time_ms=2.0),
     ]  # fmt: skip
     text = decode_report.text(rows, table).splitlines()
-    assert "G, CUDA 13.0, torch 2.11, 2026-11-30; H=32, Hk=4, d=128" in text[0] and "4.2 TB/s" in text[1]
+    assert "G, CUDA 13.0, torch 2.11, 2026-11-30; H=32, Hk=4, d=128" in text[0] and "4.20 TB/s" in text[2]
     assert "8, 32K | 132 | 95 % | failed | 1,500 | 200" in text
     assert "16, 4 | 8K, 1000 | 132 | 50 % | 2,000" in text
