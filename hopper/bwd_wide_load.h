@@ -13,23 +13,25 @@ template <class Element_, int kHeadDim_, bool kSoftcap_, bool kWithDq_>
 struct BwdWideTraits {
     using Element = Element_;
     static constexpr Tiles kTile = tiles(kHeadDim_);
-    static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n, kKeys = 64, kStages = 2;
+    static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n, kKeys = 64;
     static constexpr bool kSoftcap = kSoftcap_, kWithDq = kWithDq_;
-    static constexpr int kThreads = 3 * 128;
-    // 504 in all, what a CTA of 384 threads gets at launch (168 each): one more and setmaxnreg waits forever.
-    static constexpr int kLoadRegisters = 40, kProbRegisters = 240, kScoreRegisters = 224;
-    static_assert(kLoadRegisters + kProbRegisters + kScoreRegisters <= 3 * 168);
+    static constexpr int kThreads = 4 * 128;
+    // Of 4 x 128 at launch. kAccRegisters: dV or dK, 32 of S or dP, 16 packed, 32 for the rest.
+    static constexpr int kLoadRegisters = 32, kDqRegisters = kHeadDim == 192 ? 112 : 64,
+                         kAccRegisters = kHeadDim == 192 ? 184 : 208;
+    static_assert(kLoadRegisters + kDqRegisters + 2 * kAccRegisters <= 4 * 128);
     static_assert(kBlockN == 2 * kKeys);
     using TileK = SmemTile<kKeys, kHeadDim>;
     using TileQ = SmemTile<kBlockRows, kHeadDim>;
     using HalfQ = SmemTile<kBlockRows / 2, kHeadDim>;  // what a CTA loads of a row block for both
     using TileS = SmemTile<kKeys, kBlockRows>;         // P^T, then dS^T: keys x rows
     using Chunk = SmemTile<kKeys, 64>;                 // of K, for dQ
-    // A unit of dQ work: one chunk of a block's columns. Of kChunks = 4 each warpgroup of each CTA has one. Of 3, CTA
-    // `rank`'s warpgroup 0 has chunk 2 * rank in every block, its warpgroup 1 chunk 1 in every other block.
+    // Chunks of dQ's columns. Of 4, each CTA adds two in every block; of 3, one, and the middle one in every other block.
     static constexpr int kChunks = kHeadDim / 64;
-    // Buffers of P^T and dS^T, and by how many blocks dQ is late. A second one hides the exchange; d = 256 has no room for it.
-    static constexpr int kLag = kHeadDim == 192 ? 2 : 1;
+    // Stages of Q and of dO. Q comes first (S of the next block) and is needed longest (dK). Buffers of P^T and dS^T: how
+    // far S and dQ may be apart. d = 256 has no room for more: 64 KB of K and V, 16 of the other CTA's K, 16 for dS.
+    static constexpr int kQStages = kHeadDim == 192 ? 3 : 2, kDoutStages = 2, kAllStages = kQStages + kDoutStages;
+    static constexpr int kBuffers = kHeadDim == 192 ? 2 : 1;
     static constexpr int kDqColumns = 64, kDqFloats = kBlockRows * kDqColumns;
     static_assert(kChunks == 3 || kChunks == 4);
     static __device__ __forceinline__ int first_chunk(int rank) { return rank * (kChunks - 2); }
@@ -39,34 +41,33 @@ template <class T>
 struct BwdWideStorage {
     alignas(1024) typename T::Element keys[2][T::TileK::kElements];
     alignas(1024) typename T::Element other_keys[2][T::Chunk::kElements];  // K of the other CTA, this one's dQ columns
-    alignas(1024) typename T::Element rows[2][T::kStages][T::TileQ::kElements];
-    alignas(1024) typename T::Element ds[T::kLag][T::TileS::kElements];
-    alignas(1024) typename T::Element other_ds[T::kLag][T::TileS::kElements];
-    alignas(16) float scalars[2][T::kStages][kBlockRows];
+    alignas(1024) typename T::Element rows[T::kAllStages][T::TileQ::kElements];  // of Q, then of dO; so all that follows
+    alignas(1024) typename T::Element ds[T::kBuffers][T::TileS::kElements];
+    alignas(1024) typename T::Element other_ds[T::kBuffers][T::TileS::kElements];
+    alignas(16) float scalars[T::kAllStages][kBlockRows];
     Barrier keys_full, tail[2];
-    Barrier full[2][T::kStages], empty[2][T::kStages];
-    Barrier probs_full[T::kLag];     // P^T is in ds
-    Barrier ds_full[T::kLag];        // dS^T is
-    Barrier other_ds_full[T::kLag];  // the other CTA's dS^T has arrived
-    Barrier ds_empty[T::kLag];       // both CTAs have read both
-    StageRows stage_rows[T::kStages];
+    Barrier full[T::kAllStages], empty[T::kAllStages];
+    Barrier probs_full[T::kBuffers];     // P^T is in ds
+    Barrier ds_full[T::kBuffers];        // dS^T is
+    Barrier other_ds_full[T::kBuffers];  // the other CTA's dS^T has arrived
+    Barrier ds_empty[T::kBuffers];       // both CTAs have read both
+    StageRows stage_rows[T::kQStages];
+    int dq_tile[T::kBuffers];  // of the block whose dS^T is there; -1: no more blocks
     KeyItem item;
     int head_k;
 
     __device__ void init() {
         keys_full.init(T::kWithDq ? 4 : 2);  // tiles
-        for (int operand = 0; operand < 2; ++operand) {
-            tail[operand].init(1);
-            for (int i = 0; i < T::kStages; ++i) {
-                full[operand][i].init(1);
-                empty[operand][i].init(4);  // two warpgroups of two CTAs
-            }
+        for (int i = 0; i < 2; ++i) { tail[i].init(1); }
+        for (int i = 0; i < T::kAllStages; ++i) {
+            full[i].init(1);
+            empty[i].init(4);  // two warpgroups of two CTAs
         }
-        for (int i = 0; i < T::kLag; ++i) {
+        for (int i = 0; i < T::kBuffers; ++i) {
             probs_full[i].init(4);  // warps
             ds_full[i].init(4);
             other_ds_full[i].init(1);
-            ds_empty[i].init(4);  // two warpgroups of two CTAs; without dQ four warps
+            ds_empty[i].init(T::kWithDq ? 2 : 4);  // the dQ warpgroups of two CTAs; without dQ, the warps that read P^T
         }
     }
 };
@@ -141,7 +142,8 @@ __device__ __forceinline__ void bwd_wide_load(BwdArgs const& args, BwdWideStorag
         }
     }
 
-    Ring<T::kStages> ring;
+    constexpr int kFirst = kOperand ? T::kQStages : 0;
+    Ring<(kOperand ? T::kDoutStages : T::kQStages)> ring;
     int const group = p.fwd.num_heads / p.fwd.num_heads_k;
     int const key_begin = item.key_begin + T::kKeys * rank;
 #pragma unroll 1
@@ -166,9 +168,9 @@ __device__ __forceinline__ void bwd_wide_load(BwdArgs const& args, BwdWideStorag
             for (; todo != 0; todo &= todo - 1) {
                 int const i = __ffs(todo) - 1;
                 int const row = (last - i) * kBlockRows;
-                Barrier& full = s.full[kOperand][ring.stage];
-                char* const dst = reinterpret_cast<char*>(s.rows[kOperand][ring.stage]);
-                s.empty[kOperand][ring.stage].wait(ring.phase ^ 1);
+                Barrier& full = s.full[kFirst + ring.stage];
+                char* const dst = reinterpret_cast<char*>(s.rows[kFirst + ring.stage]);
+                s.empty[kFirst + ring.stage].wait(ring.phase ^ 1);
                 bool const whole = row + kBlockRows <= item.row_end;
                 if (lane == 0) {
                     if constexpr (kOperand == 0) {
@@ -177,7 +179,7 @@ __device__ __forceinline__ void bwd_wide_load(BwdArgs const& args, BwdWideStorag
                         rows.block_and_mask = 2 * (last - i) + int(mask >> i & 1);
                     }
                     if (whole) { full.arrive_and_expect(kBlockRows * 4 + TileQ::kBytes); }
-                    bulk_load(s.scalars[kOperand][ring.stage],
+                    bulk_load(s.scalars[kFirst + ring.stage],
                               (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row,
                               kBlockRows * 4, full);
                     if (whole) {
@@ -198,10 +200,10 @@ __device__ __forceinline__ void bwd_wide_load(BwdArgs const& args, BwdWideStorag
         }
     }
     if (kOperand == 0) {
-        s.empty[0][ring.stage].wait(ring.phase ^ 1);
+        s.empty[ring.stage].wait(ring.phase ^ 1);
         if (lane == 0) {
             s.stage_rows[ring.stage].dq_tile = -1;
-            s.full[0][ring.stage].arrive();
+            s.full[ring.stage].arrive();
         }
     }
 }
@@ -209,6 +211,13 @@ __device__ __forceinline__ void bwd_wide_load(BwdArgs const& args, BwdWideStorag
 __device__ __forceinline__ void arrive_at_both(Barrier& barrier) {
     arrive_at(barrier, 0);
     arrive_at(barrier, 1);
+}
+
+// Shared memory of this CTA to addresses in the other.
+__device__ __forceinline__ void copy_to_peer(uint32_t dst, void const* src, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+                 "r"(smem_address(src)), "r"(bytes), "r"(barrier)
+                 : "memory");
 }
 
 }  // namespace flash_attn::sm90

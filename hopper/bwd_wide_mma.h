@@ -1,9 +1,9 @@
 // Backward for head dims over 128, consumer warpgroups of two CTAs (bwd_wide_load.h), for 64 keys a CTA and all query rows
 // that see the item. One accumulator of 64 x head_dim is all that a warpgroup can hold, so they take roles instead of halves:
-//   warpgroup 0:  S^T = K Q^T, P^T = exp2(S^T - lse), dV += P^T dO          P^T goes to warpgroup 1
-//   warpgroup 1:  dP^T = V dO^T, dS^T = P^T (dP^T - D), dK += dS^T Q        dS^T goes to both, in both CTAs
-//   both:         64 columns of dQ = dS K, over the keys of both CTAs, added to the accumulator from registers
-// S of the next block is issued behind dV of this one, dP of the next behind dK, dQ comes kLag blocks late.
+//   warpgroup 1:  S^T = K Q^T, P^T = exp2(S^T - lse), dV += P^T dO          P^T goes to warpgroup 2
+//   warpgroup 2:  dP^T = V dO^T, dS^T = P^T (dP^T - D), dK += dS^T Q        dS^T goes to warpgroup 3, in both CTAs
+//   warpgroup 3:  half of the columns of dQ = dS K, over the keys of both CTAs, added to the accumulator from registers
+// S of the next block is issued behind dV of this one, dP of the next behind dK.
 #pragma once
 
 #include "bwd_wide_load.h"
@@ -66,43 +66,45 @@ struct WideRole {
     using TileS = typename T::TileS;
     using Chunk = typename T::Chunk;
     static constexpr int kD = T::kHeadDim, kM = kBlockRows;
+    // A product of 256 columns does not fit the registers that a thread of 512 starts with, and ptxas insists.
+    static constexpr int kN = kD == 192 ? 192 : 128;
+    static constexpr bool kSameRing = T::kQStages == T::kDoutStages;  // registers are scarce
 
     BwdArgs const& args;
     BwdWideStorage<T>& s;
-    int const rank = cluster_rank(), lane = threadIdx.x % 32;
-    bool const signals = threadIdx.x % 128 == 0;
-    Ring<T::kStages> ring = {};  // the block's stage
-    Ring<T::kLag> turn = {};     // the block's P^T and dS^T, before it those of the block whose dQ is due
+    int const rank = cluster_rank();
+    Ring<T::kQStages> q = {};        // the block's stage of Q
+    Ring<T::kDoutStages> dout = {};  // and of dO
+    Ring<T::kBuffers> turn = {};     // the block's P^T and dS^T
     StageRows rows = {};
-    int dq_tiles[T::kLag];  // of the blocks before, latest first; -1: none
 
-    __device__ __forceinline__ WideRole(BwdArgs const& args_, BwdWideStorage<T>& s_) : args(args_), s(s_) {
-#pragma unroll
-        for (int& tile : dq_tiles) { tile = -1; }
-    }
+    __device__ __forceinline__ WideRole(BwdArgs const& args_, BwdWideStorage<T>& s_) : args(args_), s(s_) {}
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    static __device__ __forceinline__ bool signals() { return threadIdx.x % 128 == 0; }
 
     __device__ __forceinline__ void fetch_block() {
-        s.full[0][ring.stage].wait(ring.phase);
-        rows = s.stage_rows[ring.stage];
+        s.full[q.stage].wait(q.phase);
+        rows = s.stage_rows[q.stage];
     }
     // Behind the last block too, of whatever lies in the stage: without a branch around products.
     __device__ __forceinline__ void next_block() {
-        next_turn();
-        ring.advance();
+        turn.advance();
+        q.advance();
+        dout.advance();
         fetch_block();
     }
-    __device__ __forceinline__ void next_turn() {
-#pragma unroll
-        for (int i = T::kLag - 1; i > 0; --i) { dq_tiles[i] = dq_tiles[i - 1]; }
-        dq_tiles[0] = rows.dq_tile;
-        turn.advance();
-    }
-    __device__ __forceinline__ int due_tile() const { return dq_tiles[T::kLag - 1]; }
     __device__ __forceinline__ bool at_block() const { return rows.dq_tile >= 0; }
-    __device__ __forceinline__ void release(int operand, int stage) {
-        if (signals) { arrive_at_both(s.empty[operand][stage]); }
+    // Of the block, Q (operand 0) or dO (1), among all stages.
+    template <int kOperand>
+    __device__ __forceinline__ int stage() const {
+        return kOperand == 0 ? q.stage : T::kQStages + (kSameRing ? q.stage : dout.stage);
     }
-    // keys x rows scores of the stage, S^T (operand 0) or dP^T (operand 1), on top of `scores`.
+    __device__ __forceinline__ void wait_for_dout() { s.full[stage<1>()].wait(kSameRing ? q.phase : dout.phase); }
+    __device__ __forceinline__ void release(int stage) {
+        if (signals()) { arrive_at_both(s.empty[stage]); }
+    }
+    // keys x rows scores of the block, S^T (operand 0) or dP^T (operand 1), on top of `scores`.
     template <int kOperand, bool kZero>
     __device__ __forceinline__ void issue_scores(float (&scores)[kM / 2]) {
         // Hidden from the compiler, or it keeps the descriptors of all steps over the loop and runs out of uniform registers.
@@ -112,7 +114,7 @@ struct WideRole {
         wgmma_fence();
         gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, kZero>(
             scores, TileK::template descriptor<Major::K>(keys),
-            TileQ::template descriptor<Major::K>(operand_address(s.rows[kOperand][ring.stage])));
+            TileQ::template descriptor<Major::K>(operand_address(s.rows[stage<kOperand>()])));
         wgmma_commit();
     }
     // acc += packed (keys x rows) times the stage's rows.
@@ -120,76 +122,14 @@ struct WideRole {
     __device__ __forceinline__ void issue_gradient(float (&acc)[kD / 2], uint32_t (&packed)[kM / 4]) {
         pin(packed);
         wgmma_fence();
-        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
-            acc, packed, TileQ::template descriptor<Major::MN>(operand_address(s.rows[kOperand][ring.stage])));
+#pragma unroll
+        for (int i = 0; i < kD / kN; ++i) {
+            gemm_rs<Element, kN, kM / 16, TileQ, Major::MN, false>(
+                reinterpret_cast<float(&)[kN / 2]>(acc[i * kN / 2]), packed,
+                TileQ::template descriptor<Major::MN>(operand_address(s.rows[stage<kOperand>()]) +
+                                                      i * kN / TileQ::kChunk * TileQ::kChunkBytes));
+        }
         wgmma_commit();
-    }
-    // The 64-column chunk of dQ that is this warpgroup's, and whether it is in the block that is due.
-    template <int kWarpgroup>
-    __device__ __forceinline__ int dq_chunk() const {
-        return kWarpgroup == 0 ? 2 * rank : T::kChunks == 4 ? 2 * rank + 1 : 1;
-    }
-    template <int kWarpgroup>
-    __device__ __forceinline__ bool has_dq() const {
-        return kWarpgroup == 0 || T::kChunks == 4 || turn.stage == rank;
-    }
-    template <int kWarpgroup>
-    __device__ __forceinline__ void issue_dq(float (&dq)[T::kDqColumns / 2]) {
-        int const chunk = dq_chunk<kWarpgroup>();
-        s.ds_full[turn.stage].wait(turn.phase ^ 1);
-        s.other_ds_full[turn.stage].wait(turn.phase ^ 1);
-        wgmma_fence();
-        gemm_ss<Element, T::kDqColumns, T::kKeys / 16, TileS, Major::MN, Chunk, Major::MN, true>(
-            dq, TileS::template descriptor<Major::MN>(operand_address(s.ds[turn.stage])),
-            Chunk::template descriptor<Major::MN>(operand_address(s.keys[0]) + chunk * Chunk::kBytes));
-        gemm_ss<Element, T::kDqColumns, T::kKeys / 16, TileS, Major::MN, Chunk, Major::MN, false>(
-            dq, TileS::template descriptor<Major::MN>(operand_address(s.other_ds[turn.stage])),
-            Chunk::template descriptor<Major::MN>(operand_address(s.other_keys) +
-                                                  (chunk - T::first_chunk(rank)) * Chunk::kBytes));
-        wgmma_commit();
-    }
-    __device__ __forceinline__ void release_ds() {
-        if (signals) { arrive_at_both(s.ds_empty[turn.stage]); }
-    }
-    // To the other CTA, whose buffer is free: P^T came when ds_empty had completed.
-    __device__ __forceinline__ void send_ds() {
-        if (signals) {
-            Barrier& full = s.other_ds_full[turn.stage];
-            s.ds_full[turn.stage].wait(turn.phase);
-            full.arrive_and_expect(TileS::kBytes);
-            copy_to_peer(peer_address(smem_address(s.other_ds[turn.stage]), rank ^ 1), s.ds[turn.stage], TileS::kBytes,
-                         peer_address(smem_address(&full), rank ^ 1));
-        }
-        __syncwarp();
-    }
-    template <int kWarpgroup>
-    __device__ __forceinline__ void add_dq(float const (&dq)[T::kDqColumns / 2], int tile) {
-        reduce_add(args.params.dq_accum + int64_t(tile) * kBlockRows * kD + dq_chunk<kWarpgroup>() * T::kDqFloats, dq);
-    }
-    // dQ of the block that is due, start to end.
-    template <int kWarpgroup>
-    __device__ __forceinline__ void whole_dq() {
-        if constexpr (T::kWithDq) {
-            if (has_dq<kWarpgroup>()) {
-                float dq[T::kDqColumns / 2];
-                issue_dq<kWarpgroup>(dq);
-                wgmma_wait<0>();
-                pin(dq);
-                release_ds();
-                add_dq<kWarpgroup>(dq, due_tile());
-            } else {
-                release_ds();
-            }
-        }
-    }
-    // Behind the last block.
-    template <int kWarpgroup>
-    __device__ __forceinline__ void last_dq() {
-#pragma unroll 1
-        for (int i = 0; i < T::kLag; ++i) {
-            if (due_tile() >= 0) { whole_dq<kWarpgroup>(); }
-            next_turn();
-        }
     }
 
     __device__ __forceinline__ void probabilities() {
@@ -202,90 +142,87 @@ struct WideRole {
         for (float& x : dv) { x = 0.f; }
         pin(dv);
         auto const issue = [&] {
-            if constexpr (!T::kSoftcap) { fill_scaled(probs, s.scalars[0][ring.stage], -1.f / scale_log2); }
+            if constexpr (!T::kSoftcap) { fill_scaled(probs, s.scalars[stage<0>()], -1.f / scale_log2); }
             issue_scores<0, T::kSoftcap>(probs);
         };
-        // S^T to P^T; starts dV.
-        auto const softmax = [&] {
-            if constexpr (T::kSoftcap) {
-#pragma unroll
-                for (float& x : probs) { x = tanh_approx(x * tanh_scale); }
-            }
-            if (rows.masked()) {
-                mask_rows(probs, p, s.item, rows.block(), T::kKeys * rank + threadIdx.x % 128 / 32 * 16 + lane / 4);
-            }
-#pragma unroll
-            for (int j = 0; j < kM / 8; ++j) {
-                float2 lse = make_float2(0.f, 0.f);
-                if constexpr (T::kSoftcap) {
-                    lse = *reinterpret_cast<float2 const*>(&s.scalars[0][ring.stage][8 * j + 2 * (lane % 4)]);
-                }
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float const x = probs[4 * j + 2 * half], y = probs[4 * j + 2 * half + 1];
-                    float const px = exp2_approx(x * scale_log2 - lse.x), py = exp2_approx(y * scale_log2 - lse.y);
-                    packed[2 * j + half] = pack<Element>(px, py);
-                    if constexpr (T::kSoftcap) {  // dS takes tanh's derivative along
-                        sent[2 * j + half] =
-                            pack<Element>(px * fmaxf(1.f - x * x, 0.f), py * fmaxf(1.f - y * y, 0.f));
-                    }
-                }
-            }
-            s.full[1][ring.stage].wait(ring.phase);
-            issue_gradient<1>(dv, packed);
-        };
-        // S^T of the next block; P^T of this one to the other warpgroup.
-        auto const advance = [&] {
-            int const stage = ring.stage;
-            Ring<T::kLag> const to = turn;
-            next_block();
-            issue();
-            s.ds_empty[to.stage].wait(to.phase ^ 1);
-            if constexpr (T::kSoftcap) {
-                store_packed<TileS>(smem_address(s.ds[to.stage]), sent, 0);
-            } else {
-                store_packed<TileS>(smem_address(s.ds[to.stage]), packed, 0);
-            }
-            __syncwarp();
-            if (lane == 0) { s.probs_full[to.stage].arrive(); }
-            wgmma_wait<0>();
-            pin(dv);
-            pin(probs);
-            release(1, stage);
-            if (at_block()) { release(0, ring.stage); }
-        };
-
         s.keys_full.wait(0);
         fetch_block();
         if (at_block()) {
             issue();
             wgmma_wait<0>();
             pin(probs);
-            release(0, ring.stage);
-#pragma unroll 1
-            for (int i = 0; i < T::kLag && at_block(); ++i) {
-                softmax();
-                advance();
-            }
+            release(stage<0>());
 #pragma unroll 1
             while (at_block()) {
-                if constexpr (T::kWithDq && !T::kSoftcap) {
-                    float dq[T::kDqColumns / 2];
-                    issue_dq<0>(dq);
-                    softmax();
-                    wgmma_wait<1>();
-                    pin(dq);
-                    release_ds();
-                    add_dq<0>(dq, due_tile());
-                } else {
-                    whole_dq<0>();  // softcap has no registers for it beside its exponentials
-                    softmax();
+                if constexpr (T::kSoftcap) {
+#pragma unroll
+                    for (float& x : probs) { x = tanh_approx(x * tanh_scale); }
                 }
-                advance();
+                if (rows.masked()) {
+                    mask_rows(probs, p, s.item, rows.block(), T::kKeys * rank + threadIdx.x % 128 / 32 * 16 + lane() / 4);
+                }
+#pragma unroll
+                for (int j = 0; j < kM / 8; ++j) {
+                    float2 lse = make_float2(0.f, 0.f);
+                    if constexpr (T::kSoftcap) {
+                        lse = *reinterpret_cast<float2 const*>(&s.scalars[stage<0>()][8 * j + 2 * (lane() % 4)]);
+                    }
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        float const x = probs[4 * j + 2 * half], y = probs[4 * j + 2 * half + 1];
+                        float const px = exp2_approx(x * scale_log2 - lse.x), py = exp2_approx(y * scale_log2 - lse.y);
+                        packed[2 * j + half] = pack<Element>(px, py);
+                        if constexpr (T::kSoftcap) {  // dS takes tanh's derivative along
+                            sent[2 * j + half] =
+                                pack<Element>(px * fmaxf(1.f - x * x, 0.f), py * fmaxf(1.f - y * y, 0.f));
+                        }
+                    }
+                }
+                wait_for_dout();
+                issue_gradient<1>(dv, packed);
+                int const read = stage<1>();
+                // Before the wait for the next block, whose stage is free only when dK of an earlier one is done, by a warpgroup
+                // that waits for this.
+                s.ds_empty[turn.stage].wait(turn.phase ^ 1);
+                if constexpr (T::kSoftcap) {
+                    store_packed<TileS>(smem_address(s.ds[turn.stage]), sent, 0);
+                } else {
+                    store_packed<TileS>(smem_address(s.ds[turn.stage]), packed, 0);
+                }
+                __syncwarp();
+                if (lane() == 0) { s.probs_full[turn.stage].arrive(); }
+                next_block();
+                issue();
+                wgmma_wait<1>();
+                pin(dv);
+                release(read);
+                wgmma_wait<0>();
+                pin(probs);
+                if (at_block()) { release(stage<0>()); }
             }
-            last_dq<0>();
         }
         bwd_store_gradient<T, false>(p, s.item, s.head_k, T::kKeys * rank, dv);
+    }
+
+    // dS^T of this warp's 16 keys: ready for this CTA's dQ, and on its way to the other CTA, whose buffer is free: P^T came
+    // when ds_empty had completed.
+    __device__ __forceinline__ void hand_over_ds() {
+        constexpr int kWarpBytes = TileS::kBytes / 4;
+        fence_async_proxy();
+        __syncwarp();
+        if (lane() == 0) {
+            int const warp = threadIdx.x % 128 / 32;
+            Barrier& full = s.other_ds_full[turn.stage];
+            if (warp == 0) {
+                s.dq_tile[turn.stage] = rows.dq_tile;
+                full.arrive_and_expect(TileS::kBytes);
+            }
+            s.ds_full[turn.stage].arrive();
+            char* const from = reinterpret_cast<char*>(s.ds[turn.stage]) + warp * kWarpBytes;
+            copy_to_peer(peer_address(smem_address(s.other_ds[turn.stage]) + warp * kWarpBytes, rank ^ 1), from,
+                         kWarpBytes, peer_address(smem_address(&full), rank ^ 1));
+        }
+        __syncwarp();
     }
 
     __device__ __forceinline__ void scores() {
@@ -295,8 +232,8 @@ struct WideRole {
         for (float& x : dk) { x = 0.f; }
         pin(dk);
         auto const issue = [&] {
-            if (at_block()) { s.full[1][ring.stage].wait(ring.phase); }
-            fill_scaled(dprobs, s.scalars[1][ring.stage], -1.f);
+            if (at_block()) { wait_for_dout(); }
+            fill_scaled(dprobs, s.scalars[stage<1>()], -1.f);
             issue_scores<1, false>(dprobs);
         };
         s.keys_full.wait(0);
@@ -305,10 +242,9 @@ struct WideRole {
             issue();
             wgmma_wait<0>();
             pin(dprobs);
-            release(1, ring.stage);
+            release(stage<1>());
 #pragma unroll 1
             while (at_block()) {
-                if (due_tile() >= 0) { whole_dq<1>(); }
                 uint32_t const ds = smem_address(s.ds[turn.stage]);
                 s.probs_full[turn.stage].wait(turn.phase);
                 load_packed<TileS>(ds, packed);
@@ -319,24 +255,70 @@ struct WideRole {
                 }
                 if constexpr (T::kWithDq) {
                     store_packed<TileS>(ds, packed, 0);
-                    fence_async_proxy();
+                    hand_over_ds();
+                } else {
+                    __syncwarp();
+                    if (lane() == 0) { s.ds_empty[turn.stage].arrive(); }
                 }
-                __syncwarp();
-                if (lane == 0) { (T::kWithDq ? s.ds_full : s.ds_empty)[turn.stage].arrive(); }
-                if constexpr (T::kWithDq) { send_ds(); }
                 issue_gradient<0>(dk, packed);
-                int const stage = ring.stage;
+                int const read = stage<0>();
                 next_block();
                 issue();
-                wgmma_wait<0>();
+                wgmma_wait<1>();
                 pin(dk);
+                release(read);
+                wgmma_wait<0>();
                 pin(dprobs);
-                release(0, stage);
-                if (at_block()) { release(1, ring.stage); }
+                if (at_block()) { release(stage<1>()); }
             }
-            last_dq<1>();
+        }
+        if constexpr (T::kWithDq) {  // no more blocks
+            s.ds_empty[turn.stage].wait(turn.phase ^ 1);
+            if (signals()) { s.dq_tile[turn.stage] = -1; }
+            __syncwarp();
+            if (lane() == 0) { s.ds_full[turn.stage].arrive(); }
         }
         bwd_store_gradient<T, true>(args.params, s.item, s.head_k, T::kKeys * rank, dk);
+    }
+
+    // Its own half of the keys first: the other CTA's dS^T comes later.
+    __device__ __forceinline__ void query_gradients() {
+        s.keys_full.wait(0);
+        bool turns = rank == 0;  // of 3 chunks, the middle one goes to the CTAs in turn
+#pragma unroll 1
+        while (true) {
+            s.ds_full[turn.stage].wait(turn.phase);
+            int const tile = s.dq_tile[turn.stage];
+            if (tile < 0) { break; }
+            bool const both = T::kChunks == 4 || turns;
+            int const first = both || rank == 0 ? 0 : 1, end = both || rank == 1 ? 2 : 1;
+#pragma unroll 1
+            for (int i = first; i < end; ++i) {
+                float dq[T::kDqColumns / 2];
+                uint32_t const own = operand_address(s.keys[0]) + (T::first_chunk(rank) + i) * Chunk::kBytes,
+                               other = operand_address(s.other_keys) + i * Chunk::kBytes;
+                wgmma_fence();
+                gemm_ss<Element, T::kDqColumns, T::kKeys / 16, TileS, Major::MN, Chunk, Major::MN, true>(
+                    dq, TileS::template descriptor<Major::MN>(operand_address(s.ds[turn.stage])),
+                    Chunk::template descriptor<Major::MN>(own));
+                wgmma_commit();
+                s.other_ds_full[turn.stage].wait(turn.phase);
+                pin(dq);
+                wgmma_fence();
+                gemm_ss<Element, T::kDqColumns, T::kKeys / 16, TileS, Major::MN, Chunk, Major::MN, false>(
+                    dq, TileS::template descriptor<Major::MN>(operand_address(s.other_ds[turn.stage])),
+                    Chunk::template descriptor<Major::MN>(other));
+                wgmma_commit();
+                wgmma_wait<0>();
+                pin(dq);
+                if (i == end - 1 && signals()) { arrive_at_both(s.ds_empty[turn.stage]); }
+                reduce_add(args.params.dq_accum + int64_t(tile) * kBlockRows * kD +
+                               (T::first_chunk(rank) + i) * T::kDqFloats,
+                           dq);
+            }
+            turns = !turns;
+            turn.advance();
+        }
     }
 };
 

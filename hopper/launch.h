@@ -116,11 +116,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(T::kThreads, 1)
             bwd_wide_load<T, 1>(args, s);
         }
     } else if (warpgroup == 1) {
-        grow_registers<T::kProbRegisters>();
+        grow_registers<T::kAccRegisters>();
         WideRole<T>(args, s).probabilities();
-    } else {
-        grow_registers<T::kScoreRegisters>();
+    } else if (warpgroup == 2) {
+        grow_registers<T::kAccRegisters>();
         WideRole<T>(args, s).scores();
+    } else {
+        shrink_registers<T::kDqRegisters>();
+        if constexpr (T::kWithDq) { WideRole<T>(args, s).query_gradients(); }
     }
     cluster_sync();  // the other CTA may still arrive on barriers of this one
 }
@@ -241,7 +244,7 @@ cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
     }
 }
 
-// dq without atomics, straight to p.dq; p.fwd.tile_counter is zero at launch.
+// dq without atomics, straight to p.dq; p.fwd.tile_counter is zero at launch, or null.
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd_dq(BwdParams const& p, cudaStream_t stream) {
     if (p.fwd.total_q == 0) { return cudaSuccess; }
