@@ -213,11 +213,4 @@ __device__ __forceinline__ void arrive_at_both(Barrier& barrier) {
     arrive_at(barrier, 1);
 }
 
-// Shared memory of this CTA to addresses in the other.
-__device__ __forceinline__ void copy_to_peer(uint32_t dst, void const* src, uint32_t bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-                 "r"(smem_address(src)), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
 }  // namespace flash_attn::sm90
