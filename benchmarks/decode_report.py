@@ -55,8 +55,8 @@ def text(rows: Rows, table: Table) -> str:
     parts = [
         f"{machine}, {first['date']}; H={case['H']}, Hk={case['Hk']}, d={case['d']}, bf16, one query token.\n"
         "Medians of a call in a CUDA graph of one or more, on caches of their own of 0.27 GB or more in all "
-        f"(L2: 0.06).\nFloor: bytes of the caches at {first['copy_tb_s']:.2f} TB/s, a copy's in the same process; "
-        "reading alone is faster.",
+        f"(L2: 0.06).\nFloor: bytes of the caches at {first['copy_tb_s']:.2f} TB/s, "
+        "a copy's in the same process; reading alone is faster.",
         table(lines),
     ]
     if on_prompts:
