@@ -45,7 +45,9 @@ def speedup(cell: dict[str, dict[str, Any]], provider: str) -> float | None:
 def _number(row: dict[str, Any] | None, name: str, form: str) -> str:
     if row is None:
         return "-"
-    return "out of memory" if "error" in row else format(row[name], form)
+    if "error" in row:
+        return "out of memory"
+    return format(row[name], form) + "*" * (name == "seconds" and not row["num_repeats"])
 
 
 def largest(rows: Rows) -> str:
@@ -88,7 +90,8 @@ def text(rows: Rows, table: Table) -> str:
 veRL's TrainingWorker on FSDP2, random weights, bf16 (optimizer states too), gradient checkpointing; one group
 a micro-batch, a prompt of {first["prompt_len"]:,} tokens and responses of {min(lens):,} to {max(lens):,}.
 "veRL" is its own path with this package's `flash_attention_2`, and the speed-up is over it; "FLOPs" is how
-many times as many that path executes. A policy update is loss, backward and optimizer step.
+many times as many that path executes. A policy update is loss, backward and optimizer step. Medians of 1 to 3
+runs after one to warm up; *: that first run.
 
 {table(lines)}{largest(rows)}"""
 
