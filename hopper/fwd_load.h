@@ -126,12 +126,17 @@ __device__ __forceinline__ void fwd_load(Args const& args, FwdStorage<T>& s) {
     Ring<T::kStages> k, v;
     uint32_t tail_phase = 0;
 
-    int index = blockIdx.x;
+    int index = blockIdx.x, round = 0;
     int const size = args.order.num_items * args.order.num_heads;
 #pragma unroll 1
     while (index < size) {
         int next = 0;
-        if (lane == 0) { next = atomicAdd(p.tile_counter, 1) + gridDim.x; }
+        if (p.tile_counter == nullptr) {  // dealt out there and back, since the list is sorted by length
+            ++round;
+            next = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+        } else if (lane == 0) {
+            next = atomicAdd(p.tile_counter, 1) + gridDim.x;
+        }
         int item_index, head;
         args.order.decode(index, item_index, head);
         QueryItem const item = p.plan.query_items[item_index];

@@ -63,7 +63,7 @@ def choose_splits(context_rows: int, total_q: int, num_heads_k: int, num_sms: in
     if context_rows == 0:
         return 1
     items = -(-context_rows // tile.bwd_block_n) * num_heads_k
-    to_fill, to_shorten = (num_sms + items // 2) // items, min(4 * num_sms // items, total_q // SPLIT_ROWS)
+    to_fill, to_shorten = (2 * num_sms + items // 2) // items, min(4 * num_sms // items, total_q // SPLIT_ROWS)
     return min(max(to_fill, to_shorten, 1), MAX_SPLITS)
 
 

@@ -269,13 +269,13 @@ def test_tiles_span_sequences_only_where_that_saves_work(name: str, causal: bool
 
 def test_splits_fill_the_gpu() -> None:
     tile = TileSizes()
-    assert choose_splits(1024, 3072, 8, 132, tile) == 2
+    assert choose_splits(1024, 3072, 8, 132, tile) == 4
     assert choose_splits(16384, 73728, 8, 132, tile) == 1
     assert choose_splits(128, 3072, 1, 132, tile) == 4
     assert choose_splits(0, 3072, 8, 132, tile) == 1
     assert choose_splits(2048, 67584, 8, 132, tile) == 4  # 128 items of 67584 rows
     assert choose_splits(4096, 61440, 8, 132, tile) == 2
-    assert choose_splits(2048, 30000, 8, 132, tile) == 1
+    assert choose_splits(2048, 15000, 8, 132, tile) == 2
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

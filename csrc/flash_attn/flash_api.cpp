@@ -13,6 +13,7 @@ namespace flash_attn {
 namespace {
 
 constexpr int64_t kIntMax = INT32_MAX;
+constexpr int64_t kDealtItemsPerSm = 8;  // of a persistent kernel, at most, to be dealt out
 
 Kernels const& kernels_for(Device const& device, int64_t head_dim, DType dtype, bool extras) {
     Kernels const* kernels = find_kernels(device, head_dim, dtype, extras);
@@ -30,12 +31,12 @@ void launch(Function function, Params const& params, Kernels const& kernels, cha
     check_cuda(status, [&] { return name_of(kernels, pass); });
 }
 
-// Context items alone would leave SMs idle (short prompts): cut their rows in up to kMaxSplits parts. Few and long ones are
-// cut too: a launch over a chunk of the kv heads lasts at least as long as one of them. From shapes only.
+// Context items are the longest, and a launch is as long as the SM with most to do. Few of them (short prompts) have their rows
+// cut in up to kMaxSplits parts, for two an SM; few and long ones are cut further. From shapes only.
 int choose_splits(int64_t context_rows, int64_t total_q, int64_t num_heads_k, int num_sms, int block) {
     int64_t const items = (context_rows + block - 1) / block * num_heads_k;
     if (items == 0) return 1;
-    int64_t const to_fill = (num_sms + items / 2) / items, to_shorten = std::min(4 * num_sms / items, total_q / kSplitRows);
+    int64_t const to_fill = (2 * num_sms + items / 2) / items, to_shorten = std::min(4 * num_sms / items, total_q / kSplitRows);
     return int(std::clamp<int64_t>(std::max(to_fill, to_shorten), 1, kMaxSplits));
 }
 
@@ -175,9 +176,10 @@ struct Call {
         params.extras = &extras;
     }
 
-    // A zero for the persistent schedulers of the sm_90a path.
+    // A zero for the persistent schedulers of the sm_90a path. Few items are dealt out in turn instead, without a counter.
     void reset_counter(cudaStream_t stream) {
-        if (kernels->arch != 90) return;
+        int64_t const items = int64_t(params.plan.num_query_items) * params.num_heads;
+        if (kernels->arch != 90 || items <= kDealtItemsPerSm * device_of(q.get_device_index()).num_sms) return;
         if (!params.tile_counter) {
             tile_counter = new_bytes(q, 16);
             params.tile_counter = static_cast<int*>(tile_counter.data_ptr());
@@ -242,7 +244,10 @@ void set_gradients(BwdParams& p, Gradients const& g, bool context_in_k) {
 }
 
 // The launches: per chunk of kv heads preprocess -> main kernel -> postprocess; then the separate dq pass, if any.
-void run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_dq, cudaStream_t stream) {
+// Gradients are allocated while the first kernel runs, which does not need them.
+template <typename Allocate>
+Gradients run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_dq, cudaStream_t stream, Allocate allocate) {
+    Gradients gradients;
     Kernels const& kernels = *call.kernels;
     int const heads_k = p.fwd.num_heads_k, heads_per_kv = p.fwd.num_heads / heads_k;
     int64_t const head_bytes = heads_per_kv * p.rows_padded * kernels.head_dim * 4, limit = dq_accum_limit();
@@ -258,14 +263,16 @@ void run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_dq, c
     for (p.head_k_begin = 0; p.head_k_begin < heads_k; p.head_k_begin = p.head_k_end) {
         p.head_k_end = std::min(p.head_k_begin + chunk, heads_k);
         check_cuda(run_bwd_preprocess(p, kernels.dtype == DType::kBFloat16, kernels.head_dim, stream), "bwd preprocess");
+        if (p.head_k_begin == 0) set_gradients(p, gradients = allocate(), call.context_in_k);
         launch(bwd, p, kernels, "bwd", stream);
         if (p.dq_accum || p.dk_partial) launch(kernels.bwd_post, p, kernels, "bwd_post", stream);
     }
-    if (!separate_dq) return;
+    if (!separate_dq) return gradients;
     p.head_k_begin = 0, p.head_k_end = heads_k;
     call.reset_counter(stream);
     p.fwd.tile_counter = call.params.tile_counter;
     launch(bwd_dq, p, kernels, "bwd_dq", stream);
+    return gradients;
 }
 
 using AllGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -283,8 +290,11 @@ AllGradients run_backward_of(Call& call, Tensor const& dout, OptionalTensor cons
 
     auto const like = [](Tensor const& x) { return new_empty(x, {x.size(0), x.size(1), x.size(2)}, x.scalar_type()); };
     auto const none = [](Tensor const& x) { return new_empty(x, {0, x.size(1), x.size(2)}, x.scalar_type()); };
-    Gradients g{like(q), like(k), like(v), k_context ? like(*k_context) : none(k), v_context ? like(*v_context) : none(v)};
+    auto const allocate = [&] {
+        return Gradients{like(q), like(k), like(v), k_context ? like(*k_context) : none(k), v_context ? like(*v_context) : none(v)};
+    };
     if (call.no_keys() || q.size(0) == 0) {
+        Gradients g = allocate();
         for (Tensor* x : {&g.dq, &g.dk, &g.dv, &g.dk_context, &g.dv_context}) torch::stable::zero_(*x);
         return {g.dq, g.dk, g.dv, g.dk_context, g.dv_context};
     }
@@ -298,7 +308,6 @@ AllGradients run_backward_of(Call& call, Tensor const& dout, OptionalTensor cons
     p.fwd = call.params;
     p.dout = dout_operand.data_ptr(), p.dout_row_stride = dout_operand.stride(0), p.dout_head_stride = dout_operand.stride(1);
     if (dlse) p.dlse = static_cast<float const*>(dlse_rows.data_ptr()), p.dlse_head_stride = dlse_rows.stride(0);
-    set_gradients(p, g, call.context_in_k);
     p.rows_padded = (q.size(0) + 127) / 128 * 128;
     p.num_splits = splits_of(p.fwd.plan.num_key_items, p.fwd, call.context_in_k, segments.size(0),
                              call.tile.bwd_block_n);
@@ -311,7 +320,7 @@ AllGradients run_backward_of(Call& call, Tensor const& dout, OptionalTensor cons
         p.dk_partial = p.dout_dot_out + rows;
         p.dv_partial = p.dk_partial + partial;
     }
-    run_backward(call, p, q, deterministic, current_stream(device));
+    Gradients const g = run_backward(call, p, q, deterministic, current_stream(device), allocate);
     return {g.dq, g.dk, g.dv, g.dk_context, g.dv_context};
 }
 

@@ -110,7 +110,7 @@ struct FwdParams {
     float softmax_scale;
     float softcap;          // 0: off
 
-    int* tile_counter;      // one int, zero at launch (persistent schedulers)
+    int* tile_counter;      // one int, zero at launch (persistent schedulers), or null: items are dealt out in turn
     Plan plan;
     Extras const* extras;   // on the host, for the *_extras functions alone; else null
 };
