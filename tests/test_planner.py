@@ -274,6 +274,13 @@ def test_small_batches_take_what_the_host_needs():
         assert truth.pays(group) == found.pays(group) == pays
     assert found.cost(group, shared=False, num_calls=100) == pytest.approx(100 * found.host_replicated)
     assert CostModel.from_dict(found.as_dict()) == found
+    measured = fit(measurements, hosts=(0.012, 0.009))  # known, so no time of the host's passes for work
+    assert (measured.host_shared, measured.host_replicated) == (0.012, 0.009)
+    assert measured.token == pytest.approx(truth.token, rel=0.2)
+    for p, pays in ((100, False), (300, False), (900, True), (4000, True)):
+        assert measured.pays([GroupLens(p, (40,) * 8)]) == pays
+    few = [m for m in measurements if m.seconds < 0.013]  # nothing clearly above the host: all count
+    assert fit(few, hosts=(0.012, 0.009)).host_shared == 0.012
     with pytest.raises(ValueError, match="host_shared must be at least 0, got -1"):
         CostModel(1.0, 0.0, 0.0, 0.0, host_shared=-1)
 

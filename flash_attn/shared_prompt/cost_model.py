@@ -185,13 +185,16 @@ def calibrate(
     `run(groups, shared)` does one forward and backward of random tokens with these lengths, packed or
     replicated. Sizes go up to `max_tokens` tokens a micro-batch, long and short prompts, many and few
     responses; each case runs once to warm up and then up to five times, and the median counts. Time left
-    decides how often; at least one timed run of each case is made, so very slow models take longer. The fit
-    is least squares of relative errors, coefficients at least 0.
+    decides how often; at least one timed run of each case is made, so very slow models take longer. `host` is
+    the least time of a batch of a few tokens. The fit is least squares of relative errors, coefficients at
+    least 0.
     """
     if max_tokens < 64:
         raise ValueError(f"max_tokens must be at least 64, got {max_tokens}")
     cases = [(case, shared) for case in _cases(max_tokens, fork) for shared in (True, False)]
     deadline = time.perf_counter() + max_seconds
+    few_tokens = (GroupLens(4 + fork, (2, 2)),)
+    hosts = [min(_timed(run, few_tokens, shared, device) for _ in range(6)) for shared in (True, False)]
     measurements = []
     for i, (groups, shared) in enumerate(cases):
         _timed(run, groups, shared, device)
@@ -200,7 +203,7 @@ def calibrate(
         while len(times) < 5 and sum(times) + times[-1] < allowed:
             times.append(_timed(run, groups, shared, device))
         measurements.append(Measurement(groups, shared, statistics.median(times)))
-    return fit(measurements, windows=windows, fork=fork)
+    return fit(measurements, windows=windows, fork=fork, hosts=(hosts[0], hosts[1]))
 
 
 def _cases(max_tokens: int, fork: int) -> list[tuple[GroupLens, ...]]:
@@ -228,11 +231,17 @@ def _timed(run: Run, groups: Sequence[GroupLens], shared: bool, device: torch.de
 
 
 def fit(
-    measurements: Sequence[Measurement], *, windows: Sequence[int | None] = (None,), fork: int = 1
+    measurements: Sequence[Measurement],
+    *,
+    windows: Sequence[int | None] = (None,),
+    fork: int = 1,
+    hosts: tuple[float, float] | None = None,
 ) -> CostModel:
     """The coefficients >= 0 that minimise the sum of squared relative errors.
 
-    `host` is 0 unless one of the measured times as `host` fits clearly better.
+    `hosts`: `host_shared` and `host_replicated` where they were measured; times close to them then say
+    nothing about the work. Otherwise `host` is 0 unless one of the measured times as `host` fits clearly
+    better.
     """
     unit = CostModel(0.0, 0.0, 0.0, 0.0, windows=tuple(windows), fork=fork)
     rows, seconds = [], []
@@ -246,15 +255,21 @@ def fit(
     matrix = torch.tensor(rows, dtype=torch.float64) / times[:, None]
     is_shared = torch.tensor([m.shared for m in measurements])
 
-    def tried(hosts: tuple[float, float]) -> tuple[float, torch.Tensor, float]:
-        """(sum of squared errors, coefficients, largest error) with these `host`s."""
+    def tried(hosts: tuple[float, float], above: torch.Tensor | None = None) -> _Tried:
+        """(sum of squared errors, coefficients, largest error) with these `host`s, fitted to times
+        `above` them."""
         least = torch.where(is_shared, hosts[0], hosts[1])
-        above = times > least  # the others say nothing about the work
+        above = times > least if above is None else above  # the others say nothing about the work
         scale = matrix[above].abs().amax(0).clamp(min=1e-300)
         found = _nonnegative_least_squares(matrix[above] / scale) / scale
         errors = torch.maximum(matrix @ found, least / times) - 1
         return float(errors.square().sum()), found, float(errors.abs().max())
 
+    if hosts is not None:
+        clear = times > 1.3 * torch.where(is_shared, hosts[0], hosts[1])
+        enough = min(int((clear & is_shared).sum()), int((clear & ~is_shared).sum())) >= 5
+        best = tried(hosts, clear if enough else torch.ones_like(clear))
+        return _as_cost_model(best, hosts, unit)
     hosts = (0.0, 0.0)
     best = tried(hosts)
     for _ in range(2):  # one after the other, twice: they hardly depend on each other
@@ -264,11 +279,15 @@ def fit(
                 now = tried(other)
                 if now[0] < 0.95 * best[0]:
                     best, hosts = now, other
-    token, label, pair_shared, pair_replicated, call_shared, call_replicated = best[1].tolist()
-    return CostModel(
-        token, label, pair_shared, pair_replicated, call_shared, call_replicated, *hosts,
-        windows=tuple(windows), fork=fork, fit_error=best[2],
-    )  # fmt: skip
+    return _as_cost_model(best, hosts, unit)
+
+
+_Tried = tuple[float, torch.Tensor, float]
+
+
+def _as_cost_model(found: _Tried, hosts: tuple[float, float], like: CostModel) -> CostModel:
+    values: dict[str, Any] = dict(zip(COEFFICIENTS, (*found[1].tolist(), *hosts), strict=True))
+    return CostModel(**values, windows=like.windows, fork=like.fork, fit_error=found[2])
 
 
 def _nonnegative_least_squares(matrix: torch.Tensor) -> torch.Tensor:
