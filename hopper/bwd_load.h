@@ -31,14 +31,14 @@ struct BwdArgs {
 template <class T>
 struct BwdStorage {
     alignas(1024) typename T::Element keys[2][T::TileK::kElements];
-    alignas(1024) typename T::Element rows[2][T::kStages][T::TileQ::kElements];
+    alignas(1024) typename T::Element rows[T::kRowStages + T::kDoutStages][T::TileQ::kElements];  // Q, dO
     alignas(1024) typename T::Element ds[2][T::kWithDq ? T::TileS::kElements : 64];
     alignas(1024) float dq[T::kConsumers][T::kWithDq ? T::kDqFloats : 4];
-    alignas(16) float scalars[2][T::kStages][T::kBlockM];
+    alignas(16) float scalars[2][T::kRowStages][T::kBlockM];
     Barrier keys_full, tail[2], ds_full[2];
-    Barrier full[2][T::kStages], empty[2][T::kStages];
-    StageRows stage_rows[T::kStages];  // travels with operand 0
-    int dq_tile[T::kConsumers];        // that the warpgroup's dQ belongs to; -1: no more
+    Barrier full[2][T::kRowStages], empty[2][T::kRowStages];
+    StageRows stage_rows[T::kRowStages];  // travels with operand 0
+    int dq_tile[T::kConsumers];        // that the warpgroup's dQ belongs to; kDqEnd, kNoDq
     KeyItem item;
     int head_k;
     int paired;                         // the other CTA of the cluster has a key tile of the same context
@@ -56,7 +56,7 @@ struct BwdStorage {
         for (int operand = 0; operand < 2; ++operand) {
             tail[operand].init(1);
             ds_full[operand].init(4 * T::kConsumers);  // every warp has written its part
-            for (int i = 0; i < T::kStages; ++i) {
+            for (int i = 0; i < T::kRowStages; ++i) {
                 full[operand][i].init(1);
                 empty[operand][i].init(T::kConsumers * T::kCluster);
             }
@@ -65,6 +65,7 @@ struct BwdStorage {
 };
 
 constexpr int kDqFullBarrier = 1, kDqEmptyBarrier = 3, kScoreBarrier = 5;  // each + warpgroup
+constexpr int kDqEnd = -1, kNoDq = -16;  // dq_tile: no more, and (+ warpgroup) nothing to add
 
 // Keys that no row sees, at the end of a decoded item, belong to it (it writes their zero gradients), but may be padding.
 __device__ __forceinline__ int num_seen_keys(KeyItem const& item, RowSpan const* row_span) {
@@ -96,7 +97,9 @@ __device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s) 
     }
 
     int const rank = cluster_rank();
-    Ring<T::kStages> ring;
+    constexpr int kStages = kOperand == 0 ? T::kRowStages : T::kDoutStages;
+    auto* const stages = s.rows + (kOperand == 0 ? 0 : T::kRowStages);
+    Ring<kStages> ring;
     int const group = p.fwd.num_heads / p.fwd.num_heads_k;
 #pragma unroll 1
     for (int head = s.head_k * group; head < (s.head_k + 1) * group; ++head) {
@@ -141,15 +144,15 @@ __device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s) 
                         for (int c = 0; c < TileQ::kChunks; ++c) {
                             if ((c + kOperand) % 2 != rank) { continue; }
                             tma_load_multicast(
-                                reinterpret_cast<char*>(s.rows[kOperand][ring.stage]) + c * TileQ::kChunkBytes, map_rows,
+                                reinterpret_cast<char*>(stages[ring.stage]) + c * TileQ::kChunkBytes, map_rows,
                                 c * TileQ::kChunk, row, head, full, 3, kEvictFirst);
                         }
                     } else if (whole) {
-                        load_tile<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, full, kEvictFirst);
+                        load_tile<TileQ>(stages[ring.stage], map_rows, row, head, full, kEvictFirst);
                     }
                 }
                 if (!whole) {  // rows behind the item's last one may be padding
-                    load_tile_zero_tail<TileQ>(s.rows[kOperand][ring.stage], map_rows, row, head, item.row_end - row,
+                    load_tile_zero_tail<TileQ>(stages[ring.stage], map_rows, row, head, item.row_end - row,
                                                full, kM * 4, s.tail[kOperand], tail_phase, kEvictFirst, lane);
                 }
                 ring.advance();
@@ -173,8 +176,8 @@ __device__ __forceinline__ void bwd_store_dq(BwdArgs const& args, BwdStorage<T>&
     while (true) {
         named_sync(kDqFullBarrier + warpgroup, 128 + 32);
         int const tile = s.dq_tile[warpgroup];
-        if (tile < 0) { break; }
-        if (threadIdx.x % 32 == 0) {
+        if (tile == kDqEnd) { break; }
+        if (threadIdx.x % 32 == 0 && tile >= 0) {
             int64_t const offset =
                 int64_t(tile) * kBlockRows * T::kHeadDim + (T::kDqWhole ? 0 : warpgroup * T::kDqFloats);
             bulk_reduce_add(args.params.dq_accum + offset, s.dq[warpgroup], T::kDqFloats * 4);

@@ -14,7 +14,7 @@ struct BwdTraits {
     static constexpr Tiles kTile = tiles(kHeadDim_);
     static constexpr int kHeadDim = kHeadDim_, kBlockN = kTile.bwd_block_n;
     static constexpr int kBlockM = kSoftcap_ ? kBlockRows : kTile.bwd_block_m;  // tanh wants registers
-    static constexpr int kStages = kBlockM > kBlockRows ? 2 : 3;  // as many as fit
+    static constexpr int kRowStages = 3, kDoutStages = kBlockM > kBlockRows ? 2 : 3;  // of Q, of dO: as many as fit
     static constexpr bool kSoftcap = kSoftcap_, kWithDq = kWithDq_;
     static constexpr int kConsumers = 2;
     static constexpr int kCluster = 2;  // CTAs that may share rows: find_pair in launch.h
@@ -27,6 +27,8 @@ struct BwdTraits {
     static constexpr bool kDqWhole = kDqTurns || kBlockM > kBlockRows;  // all columns of 64 rows in one warpgroup
     static constexpr int kDqColumns = kDqWhole ? kHeadDim : kHeadDim / kConsumers;
     static constexpr int kDqFloats = kBlockRows * kDqColumns;
+    // Longer blocks: S of the next block is issued behind dK of this one, P waits for dP in 16 bits.
+    static constexpr bool kAhead = kBlockM > kBlockRows && kWithDq;
     using TileK = SmemTile<kBlockN, kHeadDim>;
     using TileQ = SmemTile<kBlockM, kHeadDim>;
     using TileS = SmemTile<kBlockN, kBlockM>;  // dS^T: keys x rows
@@ -122,6 +124,7 @@ __device__ __forceinline__ void fill_columns(float (&x)[N], float const* scalars
 // One warpgroup's state over the blocks of an item. Order of its products: S_i, dQ_{i-1}, dV_i, dP_i, dK_i. dQ comes one
 // block late, so that the exchange of dS never makes one warpgroup wait for the other and the two drift apart: while one
 // computes exponentials, the other has the tensor cores. D enters as initial values of dP^T's accumulators.
+// Longer blocks (kAhead): dV_i, dP_i, dQ_{i-1}, dK_i, S_{i+1}, and no product waits at the loop's end.
 template <class T>
 __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     using Element = typename T::Element;
@@ -150,6 +153,7 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     pin(dv);
     float probs[kM / 2];        // S^T, then P^T
     uint32_t packed_p[kM / 4];  // P^T
+    uint32_t weights[kM / 4];   // P^T in fp16 (11 bits, and it is at most 1), where fp32 takes too many registers
     float2 lse[kM / 8];
 
     uint32_t const desc_k =
@@ -160,8 +164,9 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         operand_address(s.keys[0]) + (T::kDqWhole ? 0 : T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup));
     // dV may be under way while dP^T's accumulators are filled, where both its operand P^T and they have registers.
     constexpr int kPending = kM > kBlockRows ? 0 : 1;
-    Ring<T::kStages> ring;  // the block's stage
-    Ring<2> ds;             // its dS buffer
+    Ring<T::kRowStages> ring;   // the block's stage of Q
+    Ring<T::kDoutStages> dout;  // of dO
+    Ring<2> ds;                 // its dS buffer
     StageRows rows;
     int dq_tile = 0;  // of the block before
 
@@ -170,6 +175,8 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     auto const fetch_block = [&] {
         s.full[0][ring.stage].wait(ring.phase);
         rows = s.stage_rows[ring.stage];
+    };
+    auto const fetch_lse = [&] {
         if constexpr (!T::kSoftcap) {  // where tanh needs the registers, lse is read behind it
 #pragma unroll
             for (int j = 0; j < kM / 8; ++j) { lse[j] = column_pair(s.scalars[0][ring.stage], j); }
@@ -179,7 +186,7 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         pin(probs);
         wgmma_fence();
         gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, true>(
-            probs, desc_k, TileQ::template descriptor<Major::K>(operand_address(s.rows[0][ring.stage])));
+            probs, desc_k, TileQ::template descriptor<Major::K>(operand_address(s.rows[ring.stage])));
         wgmma_commit();
     };
     // S^T to P^T.
@@ -201,41 +208,45 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
                 packed_p[2 * j + half] = pack<Element>(px, py);
                 x = T::kSoftcap ? px * fmaxf(1.f - x * x, 0.f) : px;  // dS takes tanh's derivative along
                 y = T::kSoftcap ? py * fmaxf(1.f - y * y, 0.f) : py;
+                if constexpr (T::kAhead) { weights[2 * j + half] = pack<cutlass::half_t>(x, y); }
             }
         }
     };
     auto const fill_dprobs = [&](float(&dprobs)[kM / 2]) {
-        s.full[1][ring.stage].wait(ring.phase);
-        fill_columns(dprobs, s.scalars[1][ring.stage]);
+        s.full[1][dout.stage].wait(dout.phase);
+        fill_columns(dprobs, s.scalars[1][dout.stage]);
     };
     auto const issue_dv = [&] {
-        s.full[1][ring.stage].wait(ring.phase);
+        s.full[1][dout.stage].wait(dout.phase);
         pin(packed_p);
         wgmma_fence();
         gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
-            dv, packed_p, TileQ::template descriptor<Major::MN>(operand_address(s.rows[1][ring.stage])));
+            dv, packed_p, TileQ::template descriptor<Major::MN>(operand_address(s.rows[T::kRowStages + dout.stage])));
         wgmma_commit();
     };
     auto const issue_dprobs = [&](float(&dprobs)[kM / 2]) {
         pin(dprobs);
         wgmma_fence();
         gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, false>(
-            dprobs, desc_v, TileQ::template descriptor<Major::K>(operand_address(s.rows[1][ring.stage])));
+            dprobs, desc_v, TileQ::template descriptor<Major::K>(operand_address(s.rows[T::kRowStages + dout.stage])));
         wgmma_commit();
     };
     // dS^T, a register operand, and dK.
     auto const issue_dk = [&](float(&dprobs)[kM / 2], uint32_t(&packed)[kM / 4]) {
         pin(dprobs);
         pin(dv);
-        release(s.empty[1][ring.stage]);
+        release(s.empty[1][dout.stage]);
+        dout.advance();
 #pragma unroll
         for (int i = 0; i < kM / 4; ++i) {
-            packed[i] = pack<Element>(probs[2 * i] * dprobs[2 * i], probs[2 * i + 1] * dprobs[2 * i + 1]);
+            float2 p = make_float2(probs[2 * i], probs[2 * i + 1]);
+            if constexpr (T::kAhead) { p = __half22float2(*reinterpret_cast<__half2 const*>(&weights[i])); }
+            packed[i] = pack<Element>(p.x * dprobs[2 * i], p.y * dprobs[2 * i + 1]);
         }
         pin(packed);
         wgmma_fence();
         gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
-            dk, packed, TileQ::template descriptor<Major::MN>(operand_address(s.rows[0][ring.stage])));
+            dk, packed, TileQ::template descriptor<Major::MN>(operand_address(s.rows[ring.stage])));
         wgmma_commit();
     };
     // dS^T for the other warpgroup. Two buffers suffice: who writes this one has waited for the other's part of the next
@@ -245,12 +256,13 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) { s.ds_full[ds.stage].arrive(); }
-        dq_tile = rows.dq_tile;
     };
     auto const next_block = [&] {
         int const stage = ring.stage;
+        dq_tile = rows.dq_tile;
         ring.advance();
         fetch_block();
+        fetch_lse();
         wgmma_wait<0>();  // dK: across the loop's end, ptxas would want 16 more registers for dS
         pin(dk);
         release(s.empty[0][stage]);
@@ -290,7 +302,38 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
 
     s.keys_full.wait(0);
     fetch_block();
-    if (rows.dq_tile >= 0) {
+    fetch_lse();
+    if constexpr (T::kAhead) {
+        ds = {1, 1};  // dQ of what was before the first block: nobody waits, nobody adds it
+        dq_tile = kNoDq;
+        issue_scores();
+        wgmma_wait<0>();
+#pragma unroll 1
+        while (rows.dq_tile >= 0) {
+            float dprobs[kM / 2], dq[T::kDqColumns / 2];
+            int const stage = ring.stage, tile = rows.dq_tile, tile_before = dq_tile;
+            probabilities();
+            issue_dv();
+            fill_dprobs(dprobs);
+            issue_dprobs(dprobs);
+            issue_dq(dq);
+            wgmma_wait<1>();  // dP^T
+            issue_dk(dprobs, packed_p);
+            ring.advance();
+            fetch_block();
+            issue_scores();
+            wgmma_wait<2>();  // dQ
+            ds.advance();
+            share_ds(packed_p);
+            dq_tile = tile;
+            store_dq(dq, tile_before, fetch_lse);
+            wgmma_wait<1>();
+            pin(dk);
+            release(s.empty[0][stage]);
+            wgmma_wait<0>();
+        }
+        if (dq_tile >= 0) { dq_alone(dq_tile); }
+    } else if (rows.dq_tile >= 0) {
         {
             float dprobs[kM / 2];
             uint32_t packed[kM / 4];
@@ -348,7 +391,7 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     }
     if constexpr (T::kWithDq) {
         named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);
-        if (signals) { s.dq_tile[warpgroup] = -1; }
+        if (signals) { s.dq_tile[warpgroup] = kDqEnd; }
         named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
     }
     bwd_store_gradient<T, false>(p, s.item, s.head_k, 64 * warpgroup, dv);
