@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -277,7 +278,8 @@ def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]
     out = ""
     if lost is not None:
         place = f"layer {lost['layer']}" + (f", `{lost['module']}`" if lost["module"] else "")
-        out = f"\n\nThe replicated step ran out of memory in {place}: {lost['error']}."
+        rows = lost["name"].removeprefix("replicated, ")
+        out = f"\n\nThe replicated step on {rows} rows ran out of memory in {place}: {lost['error']}."
     kernels = ", ".join(f"head dim {d}: {name}" for d, name in record["backends"].items())
     billions = f"{record['parameters'] / 1e9:.1f} billion"
     prompt, responses = (
@@ -294,7 +296,7 @@ def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]
         )
         if "sm80" in found:
             same += f", between that row on the sm_90a and on the sm_80 kernels {found['sm80']:.1e}"
-        same += "."
+        same = textwrap.fill(same + ".", 118)
     return f"""\
 {case["num_layers"]} layers of Gemma-4-31B's shapes, five sliding to one global, {billions} random parameters,
 {case["dtype"]}, gradient checkpointing; one prompt of {prompt} tokens, {responses}.
