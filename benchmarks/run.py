@@ -279,6 +279,15 @@ def cases_of(names: str) -> list[Case | PlainCase]:
     return list(dict.fromkeys(cases))
 
 
+def runs_on(spec: str, case: Case | PlainCase) -> bool:
+    """NAME, or NAME@WHERE+WHERE: only at those head dims or N:P:R."""
+    _, _, where = spec.partition("@")
+    if not where or isinstance(case, PlainCase):
+        return True
+    places = {str(case.head_dim), f"{case.num_responses}:{case.prompt_len}:{case.response_len}"}
+    return bool(places.intersection(where.split("+")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -286,7 +295,11 @@ def main() -> None:
     parser.add_argument(
         "--cases", default="quick", help=f"{', '.join(CASES)}, plain; or N:P:R[:H:Hk:d[:dtype]], 28:4096:2048"
     )
-    parser.add_argument("--providers", default=",".join(PROVIDERS))
+    parser.add_argument(
+        "--providers",
+        default=",".join(PROVIDERS),
+        help="NAME, or NAME@128+28:4096:2048: only at these head dims or N:P:R",
+    )
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--checks", type=Path, help="folder of earlier checks of the same library")
@@ -294,7 +307,8 @@ def main() -> None:
     parser.add_argument("--out", default=None, help="JSON file")
     parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
     args = parser.parse_args()
-    names = args.providers.split(",")
+    specs = args.providers.split(",")
+    names = [spec.partition("@")[0] for spec in specs]
     unknown = set(names) - set(PROVIDERS)
     if unknown:
         sys.exit(f"--providers must be of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
@@ -314,7 +328,8 @@ def main() -> None:
     found: dict[tuple[str, int, str, int, int, bool], str | None] = {}
     for case in cases:
         measured = {row["provider"] for row in rows if row["case"] == case.row()}
-        left = [name for name in names if name not in measured]
+        asked = [name for name, spec in zip(names, specs, strict=True) if runs_on(spec, case)]
+        left = [name for name in asked if name not in measured]
         if isinstance(case, PlainCase):
             rows += [] if measured else time_plain(case, args.repeats)
         elif left:

@@ -55,3 +55,13 @@ def test_what_a_resumed_run_keeps(tmp_path):
     assert run.earlier_rows(str(tmp_path / "rows.json"), facts | {"library": "y"}) == []
     assert [decoder_layer.still_holds(row, facts | {"library": "y"}) for row in rows] == [False, True]
     assert not any(decoder_layer.still_holds(row, facts | {"gpu": "b"}) for row in rows)
+
+
+def test_a_provider_may_be_asked_for_some_cases_only():
+    case = Case(28, 4096, 2048, head_dim=64)
+    assert (
+        run.runs_on("flex", case)
+        and run.runs_on("flex@64", case)
+        and run.runs_on("flex@128+28:4096:2048", case)
+    )
+    assert not run.runs_on("flex@128", case) and not run.runs_on("flex@28:4096:256", case)
