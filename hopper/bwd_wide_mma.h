@@ -256,11 +256,12 @@ struct WideRole {
                 if constexpr (T::kWithDq) {
                     store_packed<TileS>(ds, packed, 0);
                     hand_over_ds();
-                } else {
+                }
+                issue_gradient<0>(dk, packed);
+                if constexpr (!T::kWithDq) {  // behind an instruction that uses what was loaded, or the next P may overtake it
                     __syncwarp();
                     if (lane() == 0) { s.ds_empty[turn.stage].arrive(); }
                 }
-                issue_gradient<0>(dk, packed);
                 int const read = stage<0>();
                 next_block();
                 issue();
