@@ -63,7 +63,8 @@ def choose_splits(context_rows: int, total_q: int, num_heads_k: int, num_sms: in
     if context_rows == 0:
         return 1
     items = -(-context_rows // tile.bwd_block_n) * num_heads_k
-    to_fill, to_shorten = (2 * num_sms + items // 2) // items, min(4 * num_sms // items, total_q // SPLIT_ROWS)
+    to_fill = (2 * num_sms + items // 2) // items
+    to_shorten = min(4 * num_sms // items, total_q // SPLIT_ROWS)
     return min(max(to_fill, to_shorten, 1), MAX_SPLITS)
 
 
@@ -226,8 +227,8 @@ def _decoded_pieces(t: _Table, context_in_k: bool) -> tuple[tuple[int, int], lis
 def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list[KeyTiles]:
     """Decoded tiles one by one, then context tiles in pairs of neighbours, one for each block of a cluster.
 
-    (begin, end), [[region, key_begin, num_keys, row_begin, row_end], ...]: first the rows of the pair, of a decoded
-    tile those of its run's first tile.
+    (begin, end), [[region, key_begin, num_keys, row_begin, row_end], ...]: first the rows of the pair, of a
+    decoded tile those of its run's first tile.
     """
     lead, pieces = _decoded_pieces(t, context_in_k)
 
