@@ -11,6 +11,7 @@ Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 
 MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen3-1.7b": "Qwen3-1.7B"}
+NAMES = {"reward": "Reward", "loss": "Loss", "grad_norm": "Gradient norm"}
 REPLICATED = ("trl-replicated-sdpa", "trl-replicated-flash_attention_2")
 
 
@@ -48,6 +49,7 @@ def _ms(row: dict[str, Any] | None) -> str:
     if row is None or not row.get("time_ms"):
         return "-"
     mark = "*" if row["timed_rows"] < row["case"]["N"] * row["case"]["groups"] else ""
+    mark += "†" if row["repeats"] == 1 else ""
     return f"{row['time_ms']:,.0f}{mark}"
 
 
@@ -96,9 +98,9 @@ def updates(rows: Rows, table: Table) -> str:
 {first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}: loss
 and backward in TRL's trainer, random weights and tokens, bf16, medians of interleaved rounds. Both ways run
 in micro-batches of as many tokens at most, replicated rows or whole shared groups (*: some of the equal
-micro-batches were run, and the time scaled). The prediction is the ratio of executed FLOPs; Qwen3 runs with
-checkpointing. "(host)": launching the shared update takes the host longer than the prediction leaves it.
-"planner" is the verdict of the calibrated cost model (FLOPs: not calibrated).
+micro-batches were run, and the time scaled; †: one round). The prediction is the ratio of executed FLOPs;
+Qwen3 runs with checkpointing. "(host)": launching the shared update takes the host longer than the
+prediction leaves it. "planner" is the verdict of the calibrated cost model (FLOPs: not calibrated).
 
 {tables}
 
@@ -167,28 +169,43 @@ def training(data: dict[str, Any], table: Table) -> str:
             f"{found['median_update_seconds']:.2f}", f"{found['median_step_seconds']:.2f}", f"{peak:.1f}",
         ))  # fmt: skip
     sentences = []
-    for name in ("reward", "loss"):
+    for name in ("reward", "loss", "grad_norm"):
         values = agreement(runs, name)
         if values is not None:
             sentences.append(
-                f"{name.capitalize()}: two runs of a seed differ by {values['same_seed']:.3f} on average,\n"
-                f"replicated runs of two seeds by {values['other_seed']:.3f}; the mean of the shared runs\n"
+                f"{NAMES[name]}: two runs of a seed differ by {values['same_seed']:.2g} on average,\n"
+                f"replicated runs of two seeds by {values['other_seed']:.2g}; the mean of the shared runs\n"
                 f"lies between the replicated runs at {values['inside']:.0%} of the steps."
             )
+    for variant, found in summary(runs).items():
+        first, last = found["first_rewards"], found["last_rewards"]
+        gain = sum(last) / len(last) - sum(first) / len(first)
+        sentences.append(
+            f"Learning, {variant}: the mean reward rises by {gain:.2f}, seeds end within\n"
+            f"{max(last) - min(last):.2f} of each other."
+        )
     seeds = ", ".join(str(x) for x in sorted({run.settings["seed"] for run in runs}))
     learned = "\n".join(sentences)
-    fewest, most = min(len(run.steps) for run in runs), max(len(run.steps) for run in runs)
-    steps = str(most) if fewest == most else f"{fewest} to {most}"
+    counts = {v: [len(run.steps) for run in runs if run.variant == v] for v in summary(runs)}
+    steps = ", ".join(f"{_span(own)} steps {variant}" for variant, own in counts.items())
+    credit = s.get("word_credit", 0.0)
+    reward = f" ({credit:.0%} of the reward for the right words in any order)" if credit else ""
     return f"""\
-{s["loss_type"].upper()} training of {s["model"]} on reasoning-gym's {s["task"]}: {steps} steps
-of {s["num_prompts"]} prompts of about {s["prompt_length"]} tokens, N={s["num_responses"]}, learning rate
-{s["learning_rate"]:g}, bf16 autocast, seeds {seeds} each way, with the same prompts; {machine["device"]},
-torch {machine["torch"]}, transformers {machine["transformers"]}, {machine["date"]}. All runs shared the GPU,
-so seconds compare the two ways under equal load, no more.
+{s["loss_type"].upper()} training of {s["model"]} on reasoning-gym's {s["task"]}{reward}:
+{steps}; a step has {s["num_prompts"]} x {s["num_responses"]} responses to prompts of about
+{s["prompt_length"]} tokens; temperature {s["temperature"]:g}, learning rate {s["learning_rate"]:g}, bf16
+autocast, seeds {seeds} each way, with the same prompts; {machine["device"]}, torch {machine["torch"]},
+transformers {machine["transformers"]}, {machine["date"]}. All runs shared the GPU, so seconds
+compare the two ways under equal load, no more.
 
 {table(lines)}
 
 {learned}"""
+
+
+def _span(values: list[int]) -> str:
+    """Lowest to highest."""
+    return str(max(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
 def draw_training(data: dict[str, Any], path: Path) -> None:
