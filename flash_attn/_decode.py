@@ -7,6 +7,7 @@ for later lengths. Called by _kvcache.py where Triton is installed; without it t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from dataclasses import dataclass, replace
@@ -116,6 +117,17 @@ def _overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def _unit_stride(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _on(device: torch.device) -> Any:
+    """Triton launches on the current GPU, which need not be the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -139,6 +151,10 @@ class Keys:
     window: tuple[int, int] = (-1, -1)  # (left, right) of rows aligned to the last key; causal: right = 0
     alibi_slopes: Tensor | None = None  # fp32 (H,) or (B, H)
 
+    def vectors(self) -> tuple[Tensor | None, ...]:
+        """seqlens, leftpad, batch_idx and block_table, as the kernels read them."""
+        return tuple(_unit_stride(x) for x in (self.seqlens, self.leftpad, self.batch_idx, self.block_table))
+
     @property
     def slopes_stride(self) -> int:
         slopes = self.alibi_slopes
@@ -161,6 +177,11 @@ class Rotary:
     moving: bool
     begin: int
 
+    def __post_init__(self) -> None:
+        if self.cos.stride(-1) != 1 or self.cos.stride() != self.sin.stride():
+            object.__setattr__(self, "cos", self.cos.contiguous())
+            object.__setattr__(self, "sin", self.sin.contiguous())
+
     def arguments(self) -> tuple[int, int]:
         return self.cos.stride(0), self.cos.shape[0]
 
@@ -178,16 +199,22 @@ def _launch_options(device: torch.device) -> dict[str, bool]:
 
 def append(keys: Keys, k: Tensor, v: Tensor, rotary: Rotary | None) -> None:
     """Writes k, v (B, new, Hk, D) behind each sequence's keys; k is turned by `rotary`. `keys` count them."""
+    with _on(k.device):
+        _append(keys, k, v, rotary)
+
+
+def _append(keys: Keys, k: Tensor, v: Tensor, rotary: Rotary | None) -> None:
     batch, new, num_heads_k, head_dim = k.shape
     if k.numel() == 0:
         return
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    k_cache, v_cache, table = keys.k_cache, keys.v_cache, keys.block_table
+    k_cache, v_cache = keys.k_cache, keys.v_cache
+    seqlens, _, batch_idx, table = keys.vectors()
     cos, sin, numbers = None, None, (0, 0)
     if rotary is not None:
         cos, sin, numbers = rotary.cos, rotary.sin, rotary.arguments()
     kernels().append[(new, num_heads_k, batch)](
-        k, v, k_cache, v_cache, cos, sin, keys.seqlens, keys.batch_idx, table, *k.stride()[:3],
+        k, v, k_cache, v_cache, cos, sin, seqlens, batch_idx, table, *k.stride()[:3],
         *v.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], keys.length_or_added - new,
         keys.capacity, k_cache.shape[1], k_cache.shape[0], 0 if table is None else table.stride(0), *numbers,
         HEAD_DIM=head_dim, HEAD_DIM_V=v.shape[3], BLOCK_D=_power(head_dim), BLOCK_DV=_power(v.shape[3]),
@@ -225,14 +252,15 @@ class _Launch:
     ) -> None:  # fmt: skip
         """Writes the splits' parts from `begin` of `total`, or out and lse themselves."""
         q, keys, tile = self.q, self.keys, self.used
-        table, k_cache, v_cache = keys.block_table, keys.k_cache, keys.v_cache
+        k_cache, v_cache = keys.k_cache, keys.v_cache
+        seqlens, leftpad, batch_idx, table = keys.vectors()
         strides = (0, 0, 0) if parts else out.stride()[:3]
         cos, sin, numbers = None, None, (0, 0, 0, 0)
         if rotary is not None:
             cos, sin = rotary.cos, rotary.sin
             numbers = (*rotary.arguments(), rotary.begin, int(rotary.moving))
         kernels().partial[(self.num_splits * self.row_blocks, self.num_heads_k, q.shape[0])](
-            q, k_cache, v_cache, out, lse, keys.seqlens, keys.leftpad, keys.batch_idx, table, cos, sin,
+            q, k_cache, v_cache, out, lse, seqlens, leftpad, batch_idx, table, cos, sin,
             keys.alibi_slopes, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *strides,
             scale * _LOG2E, softcap * _LOG2E, keys.length_or_added, keys.capacity, k_cache.shape[1],
             k_cache.shape[0], 0 if table is None else table.stride(0), *keys.window, q.shape[1],
@@ -255,6 +283,14 @@ def decode(
 
     q is turned by `rotary` (without `prompt`). Returns out (B, Sq, H, Dv) and lse (B, H, Sq) fp32.
     """
+    with _on(q.device):
+        return _decode(q, keys, scale, softcap, num_splits, prompt, rotary, tile)
+
+
+def _decode(
+    q: Tensor, keys: Keys, scale: float, softcap: float, num_splits: int, prompt: Keys | None,
+    rotary: Rotary | None, tile: Tile | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, seqlen_q, num_heads, _ = q.shape
     launches = [_Launch(q, keys, num_splits, tile)]
     if prompt is not None:

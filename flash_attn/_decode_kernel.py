@@ -77,6 +77,7 @@ def append(  # type: ignore[no-untyped-def]
         )
     else:
         key = tl.load(k + at[:, None] + d, mask=inside, other=0.0)
+    head = head.to(tl.int64)
     target = one + block * k_block + place.to(tl.int64) * k_place + head * k_cache_head
     tl.store(k_cache + target[:, None] + d, key, mask=inside)
     value_at = b.to(tl.int64) * v_batch + token * v_row + head * v_head
@@ -150,8 +151,8 @@ def partial(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     else:
         q_tile = tl.load(q + at[:, None] + d, mask=inside_q, other=0.0)
-    k_at = k + head_k * k_head + n[:, None] * k_row + d
-    v_at = v + head_k * v_head + n[:, None] * v_row + dv
+    k_at = k + head_k.to(tl.int64) * k_head + n[:, None] * k_row + d
+    v_at = v + head_k.to(tl.int64) * v_head + n[:, None] * v_row + dv
     k_start, v_start = block.to(tl.int64) * k_block, block.to(tl.int64) * v_block
 
     if HAS_ALIBI:

@@ -126,6 +126,26 @@ def test_rotary(
     both(monkeypatch, flash_attn_with_kvcache, q, *pages, *new, **options)
 
 
+def test_strided_vectors(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths, indices, pages and tables that are columns of something wider."""
+
+    def column(x: Tensor) -> Tensor:
+        return torch.stack((x, torch.full_like(x, 77)), -1)[..., 0]
+
+    q, k, v = (y.where(y < 1e29, 0.5) for y in tensors(1, 16, torch.float32))
+    new = [torch.randn(B, 1, HK, 16), torch.randn(B, 1, HK, 16)]
+    angle = torch.randn(CAPACITY, 8)
+    tables = dict(rotary_cos=column(angle.cos()), rotary_sin=angle.sin(), causal=True)
+    lengths = column(torch.tensor([130, 0, 199], dtype=torch.int32))
+    index = column(torch.tensor([2, 0, 1], dtype=torch.int32))
+    options = dict(cache_seqlens=lengths, cache_batch_idx=index, cache_leftpad=column(lengths // 4))
+    both(monkeypatch, flash_attn_with_kvcache, q, k, v, *new, **options, **tables)
+    pages = [x[:, :192].reshape(9, 64, HK, 16) for x in (k, v)]
+    table = column(torch.randperm(9).int().view(3, 3))
+    options = dict(cache_seqlens=lengths.clamp(max=180), block_table=table)
+    both(monkeypatch, flash_attn_with_kvcache, q, *pages, *new, **options)
+
+
 @pytest.mark.parametrize("page", [64, 128])
 def test_pages(page: int, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(B, 1, H, 16)

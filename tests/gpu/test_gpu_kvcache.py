@@ -197,3 +197,15 @@ def test_alibi(path: int, causal: bool) -> None:
         out, lse, _ = flash_attn_func(*(y.double().cpu() for y in rows), **options)
         torch.testing.assert_close(got[0][b].cpu().double(), out[0], rtol=2**-6, atol=2**-7)
         torch.testing.assert_close(got[1][b].cpu().double(), lse[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.multi_gpu
+def test_on_a_gpu_that_is_not_the_current_one() -> None:
+    x = tensors(1, 1, 8, 128, torch.bfloat16)
+    there = {name: y.to("cuda:1") for name, y in x.items()}
+    lengths = torch.tensor([700, 0, 1023, 1, 300], dtype=torch.int32)
+    wanted = flash_attn_with_kvcache(**x, cache_seqlens=lengths.to(CUDA))
+    with torch.cuda.device(0):
+        got = flash_attn_with_kvcache(**there, cache_seqlens=lengths.to("cuda:1"))
+    torch.testing.assert_close(got.cpu(), wanted.cpu(), rtol=0, atol=0)
+    assert torch.equal(there["k_cache"].cpu(), x["k_cache"].cpu())
