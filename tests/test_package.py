@@ -95,6 +95,13 @@ def test_the_version_passes_the_pins_of_other_projects(specifier):
     assert SpecifierSet(specifier).contains(Version(PROJECT["version"]))
 
 
+def test_the_version_compares_as_others_compare_it():
+    """TransformerEngine and megatron-core compare Version objects, which see the local part; yunchang
+    compares strings."""
+    assert Version("2.7.3") < Version(flash_attn.__version__) < Version("2.8.4")
+    assert not flash_attn.__version__ < "2.6.3"
+
+
 def test_a_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.name == f"flash_attn-{PROJECT['version']}-py3-none-any.whl"
