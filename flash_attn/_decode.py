@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("flash_attn")
 
 MAX_HEAD_DIM = 256
 MAX_ROWS = 64  # query rows of a kv head in a tile
@@ -60,11 +63,19 @@ def _tiles(device: torch.device) -> dict[tuple[bool, bool], Tile]:
 
 @functools.cache
 def kernels() -> Any:
-    """The kernels' module, or None without Triton."""
+    """The kernels' module, or None without Triton or what it needs (a C compiler); said once."""
     try:
         from flash_attn import _decode_kernel
     except ImportError:
         return None
+    if not interpreted():
+        from triton.runtime import driver
+
+        try:
+            driver.active.get_current_device()
+        except Exception as error:
+            logger.warning("flash_attn decodes through the op, because Triton does not run: %s", error)
+            return None
     return _decode_kernel
 
 

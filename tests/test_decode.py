@@ -170,7 +170,9 @@ def test_shared_prompt(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> No
         )  # fmt: skip
 
 
-def test_what_the_kernels_do_not_take(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernels_do_not_take(
+    interpreter: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     q, k, v = tensors(1, 16, torch.float32)
     assert _decode.usable(q, k, v, None)
     assert not _decode.usable(torch.randn(B, 40, H, 16), k, v, None)  # 80 rows: a prefill
@@ -182,5 +184,12 @@ def test_what_the_kernels_do_not_take(interpreter: None, monkeypatch: pytest.Mon
     monkeypatch.delenv("FLASH_ATTN_DECODE")
     large = [torch.randn(B, n, heads, 264) for n, heads in ((1, H), (8, HK), (8, HK))]
     assert not _decode.usable(*large, None)
+    monkeypatch.setattr(_decode, "interpreted", lambda: False)
+    _decode.kernels.cache_clear()
+    with caplog.at_level("WARNING", "flash_attn"):
+        assert _decode.kernels() is None  # no GPU for Triton here
+    assert "flash_attn decodes through the op, because Triton does not run: " in caplog.text
+    _decode.kernels.cache_clear()
+    monkeypatch.undo()
     monkeypatch.setattr(_decode, "kernels", lambda: None)
     assert not _decode.usable(q, k, v, None)
