@@ -67,8 +67,9 @@ def build_time(rows: Rows, markdown_table: Table) -> str:
     first = rows[0]
     note = f" {first['note']}" if first.get("note") else ""
     cores = f"{first['cores']} cores of {first['cpu']}"
+    where = f"nvcc {first['nvcc']}, {cores}, {first['date']}, commit {first['commit'][:12]}.{note}"
     return f"""\
-nvcc {first["nvcc"]}, {cores}, {first["date"]}, commit {first["commit"][:12]}.{note}
+{textwrap.fill(where, 110)}
 
 {markdown_table(lines)}"""
 
