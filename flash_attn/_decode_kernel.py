@@ -53,11 +53,16 @@ def append(  # type: ignore[no-untyped-def]
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_SEQLENS: tl.constexpr, HAS_INDEX: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Program (new token, kv head, sequence): k and v (B, new, Hk, D) behind seqlens[b] or `length` keys."""
+    """Program (new token, kv head, sequence): k and v (B, new, Hk, D) behind seqlens[b] or `length` keys.
+
+    What would lie outside the cache or its pages is not written: padding of a batch has seqlens -1.
+    """
     token, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = length + token
     if HAS_SEQLENS:
         position = tl.load(seqlens + b).to(tl.int32) + token
+    one = tl.zeros([1], tl.int32)
+    there = (one + position >= 0) & (one + position < capacity)
     place = tl.minimum(tl.maximum(position, 0), capacity - 1)
     block = b
     if PAGED:
@@ -65,10 +70,10 @@ def append(  # type: ignore[no-untyped-def]
         place = place % page_size
     elif HAS_INDEX:
         block = tl.load(batch_idx + b).to(tl.int32)
+    there = there & (one + block >= 0) & (one + block < num_blocks)
     block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
 
     d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)
-    one = tl.zeros([1], tl.int32)
     at = one + b.to(tl.int64) * k_batch + token * k_row + head * k_head
     inside = (one[:, None] == 0) & (d < HEAD_DIM)
     if ROTARY_DIM > 0:
@@ -79,11 +84,11 @@ def append(  # type: ignore[no-untyped-def]
         key = tl.load(k + at[:, None] + d, mask=inside, other=0.0)
     head = head.to(tl.int64)
     target = one + block * k_block + place.to(tl.int64) * k_place + head * k_cache_head
-    tl.store(k_cache + target[:, None] + d, key, mask=inside)
+    tl.store(k_cache + target[:, None] + d, key, mask=inside & there[:, None])
     value_at = b.to(tl.int64) * v_batch + token * v_row + head * v_head
     value = tl.load(v + value_at + dv, mask=dv < HEAD_DIM_V, other=0.0)
     value_to = block * v_block + place.to(tl.int64) * v_place + head * v_cache_head
-    tl.store(v_cache + value_to + dv, value, mask=dv < HEAD_DIM_V)
+    tl.store(v_cache + value_to + dv, value, mask=(dv < HEAD_DIM_V) & there)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)

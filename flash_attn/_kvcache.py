@@ -76,11 +76,19 @@ def open_cache(
 
 
 def append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
-    """Writes k, v (B, n, Hk, D) behind each sequence's `seqlens` rows."""
+    """Writes k, v (B, n, Hk, D) behind each sequence's `seqlens` rows; nothing outside the cache."""
+    if k.numel() == 0:
+        return
     position = seqlens[:, None] + torch.arange(k.shape[1], device=k.device)
+    there = ((position >= 0) & (position < cache.capacity)).flatten()
     rows = cache.row(position).flatten()
-    cache.k[rows] = k.flatten(0, 1)
-    cache.v[rows] = v.flatten(0, 1)
+    # What must not be written writes what another row does: the first that is, or, of none, what is there.
+    first = there.int().argmax(0, keepdim=True)
+    rows = torch.where(there, rows, rows.index_select(0, first))
+    any_there, row = there.index_select(0, first)[:, None, None], rows.index_select(0, first)
+    for rows_of, new in ((cache.k, k.flatten(0, 1)), (cache.v, v.flatten(0, 1))):
+        instead = torch.where(any_there, new.index_select(0, first), rows_of.index_select(0, row))
+        rows_of[rows] = torch.where(there[:, None, None], new, instead)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offsets: Tensor, moving: bool) -> Tensor:

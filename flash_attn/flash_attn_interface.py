@@ -251,8 +251,8 @@ def flash_attn_with_kvcache(
     parts in which the keys are processed side by side, 0 chooses.
     Masks as in `flash_attn_func` with Sk = keys after the call. Returns out (B, Sq, H, Dv), with
     `return_softmax_lse` also lse (B, H, Sq) fp32. Not differentiable. Positions outside the cache raise where
-    values are read (CPU, FLASH_ATTN_CHECK=1); else they are clamped to its last row. ALiBi as
-    in `flash_attn_func`.
+    values are read (CPU, FLASH_ATTN_CHECK=1); else new keys there are not written (padding of a batch: -1
+    keys), and lengths are clamped to the cache. ALiBi as in `flash_attn_func`.
     """
     out, lse = _kvcache.with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,

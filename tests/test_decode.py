@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn import _decode, flash_attn_shared_prompt_with_kvcache, flash_attn_with_kvcache
+from flash_attn import _decode, checks, flash_attn_shared_prompt_with_kvcache, flash_attn_with_kvcache
 
 B, CAPACITY, H, HK = 3, 200, 4, 2
 LENGTHS, PADDING = [130, 0, 200], [3, 0, 100]
@@ -144,6 +144,20 @@ def test_strided_vectors(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> 
     table = column(torch.randperm(9).int().view(3, 3))
     options = dict(cache_seqlens=lengths.clamp(max=180), block_table=table)
     both(monkeypatch, flash_attn_with_kvcache, q, *pages, *new, **options)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_padding_of_a_batch(paged: bool, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of -1 keys, as transformers pads captured batches with, write nothing."""
+    monkeypatch.setattr(checks, "values_are_read", lambda x: False)
+    q, k, v = (y.where(y < 1e29, 0.5) for y in tensors(1, 16, torch.float32))
+    new = [torch.randn(B, 1, HK, 16), torch.randn(B, 1, HK, 16)]
+    lengths = torch.tensor([-1, 130, -1])
+    options: dict[str, Any] = dict(cache_seqlens=lengths, causal=True)
+    if paged:
+        k, v = (x[:, :192].reshape(9, 64, HK, 16) for x in (k, v))
+        options["block_table"] = torch.tensor([[-1] * 3, [4, 0, 7], [-1] * 3]).int()
+    both(monkeypatch, flash_attn_with_kvcache, q, k, v, *new, **options)
 
 
 @pytest.mark.parametrize("page", [64, 128])

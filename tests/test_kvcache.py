@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn import _kvcache, flash_attn_func, flash_attn_with_kvcache
+from flash_attn import _kvcache, checks, flash_attn_func, flash_attn_with_kvcache
 from flash_attn._kvcache import choose_splits
 from flash_attn.layers.rotary import apply_rotary_emb
 
@@ -108,6 +108,30 @@ def test_batch_index_and_left_padding(seqlen_q: int) -> None:
     )  # fmt: skip
     rows = [[x[f"{n}_cache"][i, a:b] for i, a, b in zip(index, leftpad, lengths, strict=True)] for n in "kv"]
     check(got, expected(x["q"], *rows, causal=True))
+
+
+@pytest.mark.parametrize("lengths", [[9, -1, 20], [-1, -1, -1], [23, 24, -1]])
+@pytest.mark.parametrize("paged", [False, True])
+def test_padding_of_a_batch_writes_nothing(
+    lengths: list[int], paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers pads captured batches with sequences of -1 keys and pages -1. As on GPUs: unread."""
+    monkeypatch.setattr(checks, "values_are_read", lambda x: False)
+    x = tensors(1, 1, *((9, 8) if paged else ()))
+    table = torch.arange(9).int().view(3, 3)
+    extra: dict[str, Any] = {}
+    if paged:
+        extra["block_table"] = table.where((torch.tensor(lengths) >= 0)[:, None], -1).int()
+    cache = {n: x[f"{n}_cache"].clone() for n in "kv"}
+    got = flash_attn_with_kvcache(**x, cache_seqlens=torch.tensor(lengths), return_softmax_lse=True, **extra)
+    for b, length in enumerate(lengths):
+        for n in "kv":
+            if 0 <= length < CAPACITY:
+                rows = cache[n].view(B, CAPACITY, HK, D) if paged else cache[n]
+                rows[b, length] = x[n][b, 0]
+        if length < 0:
+            assert torch.equal(got[0][b], torch.zeros(1, H, D)) and got[1][b].isneginf().all()
+    assert all(torch.equal(x[f"{n}_cache"], cache[n]) for n in "kv")
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
