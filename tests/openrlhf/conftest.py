@@ -15,8 +15,9 @@ import torch
 # a module of that name, but one without a file of its own.
 _openrlhf = importlib.util.find_spec("openrlhf")
 collect_ignore_glob = ["*"] if _openrlhf is None or _openrlhf.origin is None else []
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its entropy is compiled, which takes long on CPUs
+if not collect_ignore_glob:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its entropy is compiled, which takes long on CPUs
 
 # OpenRLHF's trainer imports vLLM for its generators, which no test runs: empty names where it is missing.
 if not collect_ignore_glob and importlib.util.find_spec("vllm") is None:
