@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import Case  # noqa: E402
+from needs_gpu import require_gpu  # noqa: E402
 from providers import PROVIDERS, Pair, Problem, ours_replicated  # noqa: E402
 from run import clean, earlier_rows, environment, short, write_rows  # noqa: E402
 from timing import interleaved  # noqa: E402
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--resume", action="store_true", help="leave out the cells that --out holds already")
     args = parser.parse_args()
+    require_gpu()
     facts, path = environment(), Path(args.out)
     rows = earlier_rows(args.out, facts) if args.resume else []
     for count in RESPONSES:

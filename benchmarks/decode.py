@@ -25,6 +25,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from needs_gpu import require_gpu  # noqa: E402
 from run import clean, environment, short  # noqa: E402
 from timing import as_graph, interleaved  # noqa: E402
 
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--providers", default="", help="only these, by commas")
     parser.add_argument("--cases", default="", help="only these, as B:S[:P:N] by commas")
     args = parser.parse_args()
+    require_gpu()
     facts = environment()
     bandwidth = copy_bandwidth()
     facts["copy_tb_s"] = round(bandwidth / 1e12, 3)

@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import uniform_lens  # noqa: E402
 from decoder_attention import ATTENTION, Attention, Batch  # noqa: E402
+from needs_gpu import require_gpu  # noqa: E402
 from run import clean, environment, short, write_rows  # noqa: E402
 from timing import summary  # noqa: E402
 
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="no new measurement after this time")
     parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
     args = parser.parse_args()
+    require_gpu()
     begin, facts, shape = time.monotonic(), environment(), Shape()
     facts["gpu_uuid"] = str(torch.cuda.get_device_properties(0).uuid)[:8]
     rows: list[dict[str, Any]] = []

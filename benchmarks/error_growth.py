@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import Case  # noqa: E402
+from needs_gpu import require_gpu  # noqa: E402
 from providers import PROVIDERS, Problem  # noqa: E402
 from run import environment, packed, short, write_rows  # noqa: E402
 
@@ -72,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Error of the prompt's gradients against fp64.")
     parser.add_argument("--out", required=True, help="JSON file; make report draws it")
     args = parser.parse_args()
+    require_gpu()
     facts = environment()
     rows: list[dict[str, Any]] = []
     points = [("N", n, (*NAMES, *GATHERED)) for n in RESPONSES]

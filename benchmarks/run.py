@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import CASES, PLAIN, Case, PlainCase  # noqa: E402
+from needs_gpu import require_gpu  # noqa: E402
 from providers import PROVIDERS, Pair, Problem  # noqa: E402
 from providers_plain import plain_providers  # noqa: E402
 from timing import Memory, as_graph, interleaved, memory  # noqa: E402
@@ -312,6 +313,7 @@ def main() -> None:
     unknown = set(names) - set(PROVIDERS)
     if unknown:
         sys.exit(f"--providers must be of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
+    require_gpu()
     facts, cases = environment(), cases_of(args.cases)
     print(facts, flush=True)
     if args.warm:

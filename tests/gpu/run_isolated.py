@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from needs_gpu import require_gpu  # noqa: E402
+
 MARKERS = "gpu and not multi_gpu"
 
 
@@ -46,6 +50,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=300, help="seconds for all")
     parser.add_argument("--log", default=None, help="file for the output of what failed")
     args, rest = parser.parse_known_args()
+    require_gpu()
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp())
     log: list[str] = []

@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "benchmarks")]
 
-from conftest import environment
+from conftest import environment  # noqa: E402
+from needs_gpu import require_gpu  # noqa: E402
 
 RUNS = (
     "memcheck:90:128", "memcheck:80:128", "memcheck:90:64", "memcheck:80:64", "memcheck:90:256",
@@ -64,6 +65,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=300, help="seconds for each")
     parser.add_argument("--logs", type=Path, help="folder for what the tool printed")
     args = parser.parse_args()
+    require_gpu()
     facts = {k: v for k, v in environment().items() if k != "kernels"} | {"date": time.strftime("%Y-%m-%d")}
     with ThreadPoolExecutor(len(args.runs)) as pool:
         rows = list(pool.map(lambda name: run(name, args.limit, args.logs), args.runs))

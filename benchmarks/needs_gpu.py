@@ -1,0 +1,14 @@
+"""What is only measured on a GPU says so in one line where there is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+
+def require_gpu() -> None:
+    """Ends the script where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        sys.exit(f"{Path(sys.argv[0]).name} needs an NVIDIA GPU")
