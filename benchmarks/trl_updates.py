@@ -244,15 +244,17 @@ def measure(bench: Bench, cell: Cell, providers: list[str]) -> dict[str, dict[st
     gc.collect()
     gc.disable()  # as timeit does
     begin = time.perf_counter()
-    for round_ in range(bench.options.repeats):
-        for name, call in calls.items():
-            bench.model.set_attn_implementation(PROVIDERS[name][1])
-            scale = cell.num_rows / bench.timed_rows(name, cell)
-            times[name].append(seconds_of(call, bench.device) * scale)
-        spent = time.perf_counter() - begin
-        if round_ >= 2 and spent * (round_ + 2) / (round_ + 1) > bench.options.cell_seconds:
-            break
-    gc.enable()
+    try:
+        for round_ in range(bench.options.repeats):
+            for name, call in calls.items():
+                bench.model.set_attn_implementation(PROVIDERS[name][1])
+                scale = cell.num_rows / bench.timed_rows(name, cell)
+                times[name].append(seconds_of(call, bench.device) * scale)
+            spent = time.perf_counter() - begin
+            if round_ >= 2 and spent * (round_ + 2) / (round_ + 1) > bench.options.cell_seconds:
+                break
+    finally:
+        gc.enable()
     for name, values in times.items():
         ordered = sorted(values)
         at = [ordered[round(share * (len(ordered) - 1))] * 1e3 for share in (0.5, 0.2, 0.8)]
