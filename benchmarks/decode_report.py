@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from built_from import library_of
+
 Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 
-OURS, SHARED, REPLICATED = "ours", "ours-shared", "ours-replicated"
+OURS, SHARED, REPLICATED, PEER = "ours", "ours-shared", "ours-replicated", "sdpa"
 NAMES = {"ours-op-sm90a": "the op, sm_90a", "ours-op-sm80": "the op, sm_80", "sdpa": "torch FA2"}
 
 
@@ -33,6 +35,16 @@ def microseconds(row: dict[str, Any] | None) -> str:
     return "failed" if "error" in row else f"{1e3 * row['time_ms']:,.0f}"
 
 
+def marked(own: dict[str, Any] | None, *others: dict[str, Any] | None) -> tuple[str, ...]:
+    """Times of ours and of others, bold the others that are faster."""
+    mine = (own or {}).get("time_ms")
+    texts = [microseconds(own)]
+    for row in others:
+        won = row is not None and mine is not None and row.get("time_ms", mine) < mine
+        texts.append(f"**{microseconds(row)}**" if won else microseconds(row))
+    return tuple(texts)
+
+
 def share(row: dict[str, Any] | None) -> str:
     return f"{100 * row['of_floor']:.0f} %" if row is not None and "of_floor" in row else "-"
 
@@ -43,20 +55,23 @@ def text(rows: Rows, table: Table) -> str:
     own = [cell for cell in found if not cell[0]["P"]]
     on_prompts = [cell for cell in found if cell[0]["P"]]
     used = [name for name in NAMES if any((name, True) in by for _, by in own)]
-    lines = [("B, keys", "ours, us", "of the floor", *(NAMES[n] + ", us" for n in used), "ours, from Python")]
+    peers = [name for name in (PEER,) if any((name, False) in by for _, by in own)]
+    heads = [*(NAMES[n] + ", us" for n in used), "ours, from Python"]
+    heads += [f"{NAMES[n]}, from Python" for n in peers]
+    lines: list[tuple[str, ...]] = [("B, keys", "ours, us", "of the floor", *heads)]
     for case, by in own:
-        others = (microseconds(by.get((name, True))) for name in used)
         mine = by.get((OURS, True))
-        lines.append(
-            (f"{case['B']}, {length(case['S'])}", microseconds(mine), share(mine), *others,
-             microseconds(by.get((OURS, False))))
-        )  # fmt: skip
+        time, *others = marked(mine, *(by.get((name, True)) for name in used))
+        eager = marked(by.get((OURS, False)), *(by.get((name, False)) for name in peers))
+        lines.append((f"{case['B']}, {length(case['S'])}", time, share(mine), *others, *eager))
     case, machine = found[0][0], f"{first['gpu']}, CUDA {first.get('cuda')}, torch {first['torch']}"
     parts = [
-        f"{machine}, {first['date']}; H={case['H']}, Hk={case['Hk']}, d={case['d']}, bf16, one query token.\n"
+        f"{machine}, {first['date']}{library_of(rows)};\n"
+        f"H={case['H']}, Hk={case['Hk']}, d={case['d']}, bf16, one query token.\n"
         "Medians of a call in a CUDA graph of one or more, on caches of their own of 0.27 GB or more in all "
         f"(L2: 0.06).\nFloor: bytes of the caches at {first['copy_tb_s']:.2f} TB/s, "
-        "a copy's in the same process; reading alone is faster.",
+        "a copy's in the same process; reading alone is faster.\n"
+        "Bold: faster than ours of the same kind, graph or Python.",
         table(lines),
     ]
     if on_prompts:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from built_from import library_of
+
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
     # With 60 layers these are 30.7 billion parameters.
@@ -287,6 +289,7 @@ def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]
         f"{case['num_responses']} responses of {case['response_len']}",
     )
     gpu = f"{machine['gpu']} ({machine['memory_gib']:.0f} GiB), torch {machine['torch']}, {machine['date']}"
+    gpu += library_of([machine])
     found = record["log_probs"]
     same = ""
     if found is not None:
@@ -300,7 +303,8 @@ def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]
     return f"""\
 {case["num_layers"]} layers of Gemma-4-31B's shapes, five sliding to one global, {billions} random parameters,
 {case["dtype"]}, gradient checkpointing; one prompt of {prompt} tokens, {responses}.
-{gpu}; {kernels}.
+{gpu};
+{kernels}.
 {same}
 
 {markdown_table(lines)}{out}"""
@@ -344,6 +348,10 @@ def main() -> None:
     parser.add_argument("--out", default=None, help="JSON file")
     parser.add_argument("--resume", action="store_true", help="leave out the runs that --out holds already")
     options = parser.parse_args()
+    if options.device.startswith("cuda"):
+        from needs_gpu import require_gpu
+
+        require_gpu()
     sys.path[:0] = [str(ROOT)]
     record = run(options)
     print(json.dumps(record, indent=1))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from built_from import library_of
 from plotting import pyplot
 
 Rows = list[dict[str, Any]]
@@ -203,7 +204,7 @@ def layers_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], st
     sentence = "Time of the windowed layer over that of its own pairs at the rate without a window: "
     sentence += f"{', '.join(ratios)}."
     windows = "\n" + textwrap.fill(sentence, 110, break_on_hyphens=False) if ratios else ""
-    where = f"{first['gpu']}, CUDA {first['cuda']}, torch {first['torch']}, {first['date']}"
+    where = f"{first['gpu']}, CUDA {first['cuda']}, torch {first['torch']}, {first['date']}{library_of(rows)}"
     case = first["case"]
     return f"""\
 Attention of Gemma-4-31B's layers ({where};

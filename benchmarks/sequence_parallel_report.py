@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from built_from import library_of
+
 Rows = list[dict[str, Any]]
 FITTED = ("ours", "ulysses-1")
 PREDICTED = (4, 8)
@@ -118,7 +120,8 @@ def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> 
     most = max(r["case"]["N"] for r in rows)
     return f"""\
 One attention layer, N={most}, R={c["R"]}, H={c["H"]}, Hk={c["Hk"]}, d={c["d"]}, {c["dtype"]}; {where},
-{first["date"]}. Times are the slowest GPU's median; efficiency: time of one GPU / (GPUs x time); exchange:
+{first["date"]}{library_of(rows)}.
+Times are the slowest GPU's median; efficiency: time of one GPU / (GPUs x time); exchange:
 part of the time that is not the kernels'. `ulysses-C`: heads exchanged in C chunks; `context`: keys brought
 to the queries; `fa2-replicated`: a prompt per response, spread by heads, torch's FlashAttention-2.
 
@@ -145,7 +148,7 @@ def memory_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], st
         further = [predicted(models, n, prompt_len, most) for n in sizes]
         values = [f"{x:.1f}" if x is not None else "-" for x in (*known, *further)]
         table.append((f"P = {prompt_len}, N·R = {most}", *values))
-    note = f" ({', '.join(map(str, sizes))} GPUs: predicted)" if sizes else ""
+    note = f" ({', '.join(map(str, sizes))} GPUs: extrapolated from {max(models)})" if sizes else ""
     return f"Memory model{note}: " + "; ".join(lines) + ".\n\n" + markdown_table(table)
 
 

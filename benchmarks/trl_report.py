@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from built_from import library_of
+
 Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 
@@ -93,9 +95,9 @@ def updates(rows: Rows, table: Table) -> str:
                 _gib(shared), _gib(flash),
             ))  # fmt: skip
         parts.append(table(lines))
-    tables = "\n\n".join(parts)
+    tables, date = "\n\n".join(parts), f"{first['date']}{library_of(rows)}"
     return f"""\
-{first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}: loss
+{first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {date}: loss
 and backward in TRL's trainer, random weights and tokens, bf16, medians of interleaved rounds. Both ways run
 in micro-batches of as many tokens at most, replicated rows or whole shared groups (*: some of the equal
 micro-batches were run, and the time scaled; †: one round). The prediction is the ratio of executed FLOPs;
@@ -189,13 +191,14 @@ def training(data: dict[str, Any], table: Table) -> str:
     counts = {v: [len(run.steps) for run in runs if run.variant == v] for v in summary(runs)}
     steps = ", ".join(f"{_span(own)} steps {variant}" for variant, own in counts.items())
     credit = s.get("word_credit", 0.0)
+    date = f"{machine['date']}{library_of([machine])}"
     reward = f" ({credit:.0%} of the reward for the right words in any order)" if credit else ""
     return f"""\
 {s["loss_type"].upper()} training of {s["model"]} on reasoning-gym's {s["task"]}{reward}:
 {steps}; a step has {s["num_prompts"]} x {s["num_responses"]} responses to prompts of about
 {s["prompt_length"]} tokens; temperature {s["temperature"]:g}, learning rate {s["learning_rate"]:g}, bf16
 autocast, seeds {seeds} each way, with the same prompts; {machine["device"]}, torch {machine["torch"]},
-transformers {machine["transformers"]}, {machine["date"]}. All runs shared the GPU, so seconds
+transformers {machine["transformers"]}, {date}. All runs shared the GPU, so seconds
 compare the two ways under equal load, no more.
 
 {table(lines)}

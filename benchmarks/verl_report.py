@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from built_from import library_of
+
 Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 
@@ -84,9 +86,10 @@ def text(rows: Rows, table: Table) -> str:
             *(_number(cell.get(p), "peak_gib", ".1f") for p in ("shared", OWN)),
         ))  # fmt: skip
     first = rows[0]
+    date = f"{first['date']}{library_of(rows)}"
     lens = [length for row in rows for own in row["response_lens"] for length in own]
     return f"""\
-{first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {first["date"]}:
+{first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {date}:
 veRL's TrainingWorker on FSDP2, random weights, bf16 (optimizer states too), gradient checkpointing; one group
 a micro-batch, a prompt of {first["prompt_len"]:,} tokens and responses of {min(lens):,} to {max(lens):,}.
 "veRL" is its own path with this package's `flash_attention_2`, and the speed-up is over it; "FLOPs" is how
