@@ -23,12 +23,18 @@ def _check(name: str, x: Any, shape: str, fits: bool, q: Tensor) -> None:
         raise ValueError(f"{name} must be {shape} on {q.device}, got {list(x.shape)} on {x.device}")
 
 
-def _gathered(name: str, x: Any, pages: Tensor) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dim() != 4:
-        form = "(num_blocks, page_size, num_heads_k, head_dim)"
-        raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+def _check_pages(k: Any, v: Any) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            form = "(num_blocks, page_size, num_heads_k, head_dim)"
+            raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v must have k's {list(k.shape[:2])} pages and rows, got {list(v.shape[:2])}")
+
+
+def _gathered(x: Tensor, pages: Tensor) -> Tensor:
     return x[pages.clamp(0, max(x.shape[0] - 1, 0)).flatten()].flatten(0, 1)
 
 
@@ -50,8 +56,9 @@ def find(
             raise NotImplementedError("block_table cannot be combined with leftpad_k")
         fits = getattr(block_table, "ndim", 0) == 2 and block_table.shape[0] == batch
         _check("block_table", block_table, f"(batch, pages) = [{batch}, *]", fits, q)
+        _check_pages(k, v)
         pages, num_blocks, page_size = block_table.long(), k.shape[0], k.shape[1]
-        k, v = _gathered("k", k, pages), _gathered("v", v, pages)
+        k, v = _gathered(k, pages), _gathered(v, pages)
         capacity = pages.shape[1] * page_size
         begin = torch.arange(batch, device=q.device) * capacity
         if checks.values_are_read(length):

@@ -74,7 +74,17 @@ def test_used_keys_and_padding(given: str, causal: bool) -> None:
         (dict(block_table=TABLE[:, :2]), ValueError, r"keys must be within the \[8, 8, 8\] rows .*9, 0, 5"),
         (dict(block_table=TABLE + 2), ValueError, "block_table must be within k's 6 pages where keys are"),
         (dict(block_table=TABLE, k=torch.zeros(24, HK, D)), ValueError, r"k must be \(num_blocks, .*24, 2"),
+        (dict(block_table=TABLE, k=None), TypeError, "k must be a tensor, got NoneType"),
         (dict(block_table=TABLE, v=None), TypeError, "v must be a tensor, got NoneType"),
+        (dict(block_table=TABLE, v=torch.zeros(24, HK, D)), ValueError, r"v must be \(num_blocks, .*24, 2"),
+        (
+            dict(block_table=TABLE, v=torch.zeros(3, PAGE, HK, D, dtype=torch.float64)), ValueError,
+            r"v must have k's \[6, 4\] pages and rows, got \[3, 4\]",
+        ),
+        (
+            dict(block_table=TABLE, v=torch.zeros(6, 2, HK, D, dtype=torch.float64)), ValueError,
+            r"v must have k's \[6, 4\] pages and rows, got \[6, 2\]",
+        ),
         (dict(block_table=TABLE, q=torch.zeros(6, H, D).requires_grad_()), NotImplementedError, "gradients"),
     ],
 )  # fmt: skip
