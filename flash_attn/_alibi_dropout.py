@@ -20,7 +20,10 @@ BLOCK = 16  # keys of one counter
 
 
 def keep_below(dropout_p: float) -> int:
-    """Random bytes below it keep their probability: 256 (1 - p) rounded, so p is exact to 1/512."""
+    """Random bytes below it keep their probability: 256 (1 - p) rounded, so p is exact to 1/512.
+
+    Not at the ends: 1 to 255 of the 256 are kept, so that p = 0.0005 drops 1/256 and p = 0.9999 255/256.
+    """
     return min(max(int(256.0 * (1.0 - dropout_p) + 0.5), 1), 255)
 
 
