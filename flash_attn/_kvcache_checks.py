@@ -93,6 +93,17 @@ def shapes(
             raise ValueError(f"{name} must be on q's device {q.device}, got {new.device}")
 
 
+def index(name: str, x: Any, form: str, count: int, device: torch.device) -> None:
+    """A whole number for each of `count` things, as `form` calls them."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be an int32 tensor, got {kind}")
+    if x.shape != (count,) or x.device != device:
+        raise ValueError(
+            f"{name} must be ({form},) = [{count}] on {device}, got {list(x.shape)} on {x.device}"
+        )
+
+
 def indices(
     q: Tensor, num_blocks: int, cache_seqlens: Any, batch_idx: Any, leftpad: Any, block_table: Any
 ) -> None:
@@ -104,13 +115,7 @@ def indices(
     ):
         if x is None or (name == "cache_seqlens" and isinstance(x, int)):
             continue
-        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} must be an int32 tensor, got {kind}")
-        if x.shape != (batch,) or x.device != q.device:
-            raise ValueError(
-                f"{name} must be (batch,) = [{batch}] on {q.device}, got {list(x.shape)} on {x.device}"
-            )
+        index(name, x, "batch", batch, q.device)
     if block_table is None:
         if batch_idx is None and num_blocks != batch:
             raise ValueError(

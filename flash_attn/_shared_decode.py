@@ -67,10 +67,8 @@ def with_kvcache(
     causal, num_splits = checks.flag("causal", causal), checks.length("num_splits", num_splits)
     batch, seqlen_q = q.shape[:2]
     num_prompts, longest = k_prompt.shape[:2]
-    if isinstance(prompt_seqlens, Tensor) and prompt_seqlens.shape != (num_prompts,):
-        raise ValueError(
-            f"prompt_seqlens must be (num_prompts,) = [{num_prompts}], got {list(prompt_seqlens.shape)}"
-        )
+    if not (prompt_seqlens is None or isinstance(prompt_seqlens, int)):
+        _kvcache_checks.index("prompt_seqlens", prompt_seqlens, "num_prompts", num_prompts, q.device)
     before = _kvcache.seqlens_of(cache_seqlens, batch, k_cache.shape[1], q.device)
     prompt_lens = _kvcache.seqlens_of(prompt_seqlens, num_prompts, longest, q.device)
     added = 0 if k is None else k.shape[1]
@@ -84,7 +82,9 @@ def with_kvcache(
         raise ValueError("rotary_cos and rotary_sin must be given together, with k and v")
     scale, softcap = scale_of(softmax_scale, q), float(softcap)
 
-    if _decode.usable(q, k_cache, v_cache, None) and k_prompt.numel() and k_prompt.stride(-1) == 1:
+    # Kernels read rows of unit stride, and the op k and v at the same places; prompts are only read.
+    k_prompt, v_prompt = (x if x.stride(-1) == 1 else x.contiguous() for x in (k_prompt, v_prompt))
+    if _decode.usable(q, k_cache, v_cache, None) and k_prompt.numel():
         own = _decode.Keys(k_cache, v_cache, before, added, window=(-1, 0 if causal else -1))
         if k is not None and v is not None:
             _decode.append(own, k, v, None)

@@ -184,6 +184,21 @@ def test_shared_prompt(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> No
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("turned", ["k_prompt", "v_prompt"])
+def test_transposed_prompts(turned: str, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels read rows of unit stride: other prompts are copied."""
+    x = dict(
+        q=torch.randn(4, 1, H, 16), k_cache=torch.randn(4, 40, HK, 16), v_cache=torch.randn(4, 40, HK, 16)
+    )
+    x |= dict(k_prompt=torch.randn(2, 70, HK, 16), v_prompt=torch.randn(2, 70, HK, 16))
+    found = [flash_attn_shared_prompt_with_kvcache(**x, cache_seqlens=30)]
+    x[turned] = x[turned].transpose(1, 3).contiguous().transpose(1, 3)
+    for choice in ("", "op"):
+        monkeypatch.setenv("FLASH_ATTN_DECODE", choice)
+        found.append(flash_attn_shared_prompt_with_kvcache(**x, cache_seqlens=30))
+        torch.testing.assert_close(found[-1], found[0], rtol=2e-6, atol=2e-6)
+
+
 def test_what_the_kernels_do_not_take(
     interpreter: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -110,7 +110,16 @@ def test_the_output_alone_and_default_lengths() -> None:
         ),
         (
             dict(prompt_seqlens=torch.tensor([1, 2, 3])), ValueError,
-            r"prompt_seqlens must be \(num_prompts,\) = \[2\], got \[3\]",
+            r"prompt_seqlens must be \(num_prompts,\) = \[2\] on cpu, got \[3\] on cpu",
+        ),
+        (
+            dict(prompt_seqlens=torch.tensor([9.7, 7.0])), TypeError,
+            "prompt_seqlens must be an int32 tensor, got torch.float32",
+        ),
+        (dict(prompt_seqlens="ten"), TypeError, "prompt_seqlens must be an int32 tensor, got str"),
+        (
+            dict(prompt_seqlens=torch.zeros(G, dtype=torch.int32, device="meta")), ValueError,
+            r"prompt_seqlens must be \(num_prompts,\) = \[2\] on cpu, got \[2\] on meta",
         ),
         (
             dict(prompt_seqlens=torch.tensor([1, 11])), ValueError,
