@@ -218,7 +218,7 @@ def plan_for(
     )  # fmt: skip
 
 
-_plans = WeakIdKeyDictionary()  # segments -> plans built for them
+_plans = WeakIdKeyDictionary()  # segments -> (their version, plans built for it)
 
 
 def _planned(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
@@ -244,21 +244,12 @@ def remembered_plan(
     plans: dict[Any, list[Tensor]] = {}
     plain = type(segments) is Tensor and not segments.is_inference()
     if plain and not torch.cuda.is_current_stream_capturing():
-        plans = _plans.setdefault(segments, plans)
-    version = segments._version if plain else 0
+        version, plans = _plans.get(segments, (segments._version, plans))
+        if version != segments._version:
+            plans = {}
+        _plans[segments] = segments._version, plans
     stream = torch.cuda.current_stream(segments.device).cuda_stream
-    key = (
-        version,
-        q.shape,
-        k.shape,
-        total_context,
-        q.dtype,
-        causal,
-        window,
-        backend(q.device),
-        stream,
-        separate,
-    )
+    key = (q.shape, k.shape, total_context, q.dtype, causal, window, backend(q.device), stream, separate)
     if key not in plans:
         plans[key] = plan_tables(
             segments, q.shape[0], k.shape[0], total_context, total_context or 0, num_heads_k=k.shape[1],

@@ -252,6 +252,19 @@ def test_plans_are_remembered_as_long_as_their_segments_stay_as_they_are(
     assert built == ([before, before, after] if inference else [before, after])
 
 
+def test_plans_of_changed_segments_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: [0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    args = op_args(False, torch.float32, requires_grad=False)
+    for _ in range(3):
+        args[5].add_(0)
+        for causal in (True, False):
+            _ops.remembered_plan(args[5], args[0], args[1], None, causal, (-1, -1))
+        version, plans = _ops._plans[args[5]]
+        assert version == args[5]._version and len(plans) == 2
+
+
 def test_plan_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: calls.append((a, k)) or [])
