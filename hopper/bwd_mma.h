@@ -153,7 +153,9 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     pin(dv);
     float probs[kM / 2];        // S^T, then P^T
     uint32_t packed_p[kM / 4];  // P^T
-    uint32_t weights[kM / 4];   // P^T in fp16 (11 bits, and it is at most 1), where fp32 takes too many registers
+    // P^T in fp16, where fp32 takes too many registers: 11 bits down to 2^-14, steps of 2^-24 below, which counts where rows see
+    // more than some 10^5 keys (README.md).
+    uint32_t weights[kM / 4];
     float2 lse[kM / 8];
 
     uint32_t const desc_k =
@@ -239,9 +241,9 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         dout.advance();
 #pragma unroll
         for (int i = 0; i < kM / 4; ++i) {
-            float2 p = make_float2(probs[2 * i], probs[2 * i + 1]);
-            if constexpr (T::kAhead) { p = __half22float2(*reinterpret_cast<__half2 const*>(&weights[i])); }
-            packed[i] = pack<Element>(p.x * dprobs[2 * i], p.y * dprobs[2 * i + 1]);
+            float2 weight = make_float2(probs[2 * i], probs[2 * i + 1]);
+            if constexpr (T::kAhead) { weight = __half22float2(*reinterpret_cast<__half2 const*>(&weights[i])); }
+            packed[i] = pack<Element>(weight.x * dprobs[2 * i], weight.y * dprobs[2 * i + 1]);
         }
         pin(packed);
         wgmma_fence();

@@ -18,6 +18,7 @@ __device__ __forceinline__ int cluster_size() {
 
 // All threads of all blocks. Behind the initialisation of barriers, and before a block ends to which others still write.
 __device__ __forceinline__ void cluster_sync() {
+    __syncwarp();  // the aligned barrier takes whole warps, of which some come out of a branch of one lane
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 

@@ -85,7 +85,6 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
         grow_registers<T::kMmaRegisters>();
         bwd_mma<T>(args, s);
     }
-    __syncwarp();
     if (s.paired) { cluster_sync(); }  // nobody leaves while the other may still write here
 }
 

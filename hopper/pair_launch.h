@@ -45,7 +45,6 @@ __global__ void __launch_bounds__(T::kThreads, 1) pair_kernel(__grid_constant__ 
         } else {
             pair_load_keys<T>(args, s, item, head, rank, blocks);
         }
-        __syncwarp();
         cluster_sync();
     } else if (warpgroup == 1) {
         grow_registers<T::kScoreRegisters>();

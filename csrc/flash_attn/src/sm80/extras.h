@@ -4,7 +4,7 @@
 //   Dropout: M(row, key) = byte(key mod 16) of Philox-4x32-7(counter = [position of key / 16, row, head, offset], seed) < keep_below,
 // with rows of the packed q and positions of keys in their sequence, so that the mask knows nothing of tiles. Of 16 keys lane t of
 // a quad holds 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 of a row: word t of one block of Philox. Each lane computes another row's
-// (or key pair's) block, and a quad trades words. flash_attn/_extras.py is the same in torch.
+// (or key pair's) block, and a quad trades words. flash_attn/_alibi_dropout.py is the same in torch.
 #pragma once
 
 #include "../../params.h"
