@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -96,7 +97,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.plot is None:
         print_summary([read(log) for log in train(options)])
         return
-    runs = [read(path) for path in options.plot]
+    runs = [read(path) for path in options.plot if path.suffix == ".jsonl"]  # not the folder of checkpoints
+    if not runs:
+        sys.exit(f"--plot: no .jsonl file among {', '.join(map(str, options.plot))}")
     print_summary(runs)
     draw(runs, options.figure)
     print(f"plot: {options.figure}")
