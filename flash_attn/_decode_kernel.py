@@ -139,7 +139,8 @@ def partial(  # type: ignore[no-untyped-def]
         begin = tl.maximum(begin, position - window_left)
     if window_right >= 0:
         end = tl.minimum(end, position + window_right + 1)
-    low = tl.min(tl.where(real, begin, length), 0) // BLOCK_N
+    seen_from = tl.min(tl.where(real, begin, length), 0)  # what lies in front of it is not even read: 0 * NaN
+    low = seen_from // BLOCK_N
     high = tl.cdiv(tl.maximum(tl.max(tl.where(real, end, 0), 0), 0), BLOCK_N)
     tiles = tl.maximum(high - low, 0)
     tile_begin, tile_end = low + split * tiles // num_splits, low + (split + 1) * tiles // num_splits
@@ -167,7 +168,7 @@ def partial(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for tile in range(tile_begin, tile_end):
         start = tile * BLOCK_N
-        inside = (start + n < length)[:, None]
+        inside = ((start + n >= seen_from) & (start + n < length))[:, None]
         if PAGED:
             page = tl.load(block_table + b.to(tl.int64) * table_row + start // page_size)
             page = tl.minimum(tl.maximum(page, 0), num_blocks - 1).to(tl.int64)
@@ -206,9 +207,7 @@ def partial(  # type: ignore[no-untyped-def]
     if ONE_SPLIT:
         at = b.to(tl.int64) * out_batch + query * out_row + head * out_head
         tl.store(lse + (b * num_heads_k * GROUP + head) * seqlen_q + query, log_sum * LN2, mask=real)
-        tl.store(
-            out + at[:, None] + dv, acc.to(out.dtype.element_ty), mask=real[:, None] & (dv < HEAD_DIM_V)
-        )
+        tl.store(out + at[:, None] + dv, acc.to(out.dtype.element_ty), mask=real[:, None] & (dv < HEAD_DIM_V))
     else:
         sequence = b * (seqlen_q // queries_of_one) + query // queries_of_one
         at = (sequence * all_splits + split_begin + split) * num_heads_k + head_k
