@@ -66,16 +66,14 @@ def kernels() -> Any:
     """The kernels' module, or None without Triton or what it needs (a C compiler); said once."""
     try:
         from flash_attn import _decode_kernel
-    except ImportError:
-        return None
-    if not interpreted():
-        from triton.runtime import driver
 
-        try:
+        if not interpreted():
+            from triton.runtime import driver
+
             driver.active.get_current_device()
-        except Exception as error:
-            logger.warning("flash_attn decodes through the op, because Triton does not run: %s", error)
-            return None
+    except Exception as error:
+        logger.warning("flash_attn decodes through the op, because Triton does not run: %s", error)
+        return None
     return _decode_kernel
 
 
@@ -105,14 +103,18 @@ def usable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | No
     return kernels() is not None
 
 
-@functools.cache
-def choose_splits(programs: int, keys: int, slots: int) -> int:
-    """Parts of every sequence's keys, of at least 256: the fewest that keep the GPU's slots busy.
+def most_splits(keys: int) -> int:
+    """How many parts of at least 256 keys there are; capacities beyond 32768 are alike to `choose_splits`."""
+    return max(1, min(keys // _MIN_SPLIT_KEYS, 128))
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_splits(programs: int, most: int, slots: int) -> int:
+    """Parts of every sequence's keys, up to `most`: the fewest that keep the GPU's slots busy.
 
     `programs` of equal length run in ceil(programs / slots) waves; the share of the waves that is full is
     taken to within 4 % of the best.
     """
-    most = max(1, min(keys // _MIN_SPLIT_KEYS, 128))
 
     def busy(splits: int) -> float:
         waves = programs * splits / slots
@@ -255,7 +257,7 @@ class _Launch:
         if self.num_splits == 0:
             programs = batch * self.num_heads_k * self.row_blocks
             slots = self.used.per_sm * _num_sms(self.q.device)
-            self.num_splits = choose_splits(programs, self.keys.capacity, slots)
+            self.num_splits = choose_splits(programs, most_splits(self.keys.capacity), slots)
 
     def run(
         self, out: Tensor, lse: Tensor, scale: float, softcap: float, queries_of_one: int, begin: int,
