@@ -186,6 +186,8 @@ def with_probabilities(
         return out, lse, _no_dropout_mask(out)
     mask = _no_dropout_mask(out)
     if extras.rng_state is not None and probabilities:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("return_attn_probs with dropout needs an eager call: it reads lengths")
         mask = _alibi_dropout.signed_probabilities(
             q.detach(), k.detach(), lse.detach(), _alibi_dropout.ScoreOptions(segments, *extras, q.shape[1]),
             segments.tolist(), max_seqlen_q, max_seqlen_k, scale_of(softmax_scale, q), causal, window_size,
@@ -277,7 +279,9 @@ def varlen_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: 
     state: list[object] = [
         x.tolist() if x.device.type == "cpu" else x._version for x in (cu_seqlens_q, cu_seqlens_k)
     ]
-    key = (id(cu_seqlens_k), state, context_seqlen)
+    on_gpu = cu_seqlens_q.is_cuda  # another stream might read what this one has not written yet
+    stream = torch.cuda.current_stream(cu_seqlens_q.device).cuda_stream if on_gpu else 0
+    key = (id(cu_seqlens_k), state, context_seqlen, stream)
     known = _segments.get(cu_seqlens_q)
     if known is not None and known[0] == key and known[1]() is cu_seqlens_k:
         return known[2]
@@ -308,9 +312,7 @@ def varlen(
     )
     placed = None
     if any(x is not None for x in (block_table, leftpad_k, seqused_k)):
-        k, v, placed = _places.find(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, leftpad_k, seqused_k
-        )
+        k, v, placed = _places.find(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, leftpad_k, seqused_k)
         checks.qkv(q, k, v, 3)
     extras = extras_of(q, cu_seqlens_q.shape[0] - 1, dropout_p, alibi_slopes, softcap, rng_state)
     segments = varlen_segments(cu_seqlens_q, cu_seqlens_k) if placed is None else placed

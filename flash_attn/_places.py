@@ -38,11 +38,22 @@ def _gathered(x: Tensor, pages: Tensor) -> Tensor:
     return x[pages.clamp(0, max(x.shape[0] - 1, 0)).flatten()].flatten(0, 1)
 
 
+def _zeros_between(v: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+    """v with zeros in the rows of no sequence: a tile of several short sequences spans the rows between them,
+    and a weight of 0 does not remove NaN."""
+    edges = torch.zeros(v.shape[0] + 1, dtype=torch.int32, device=v.device)
+    for rows, step in ((begin, 1), (end, -1)):
+        rows = rows.long().clamp(0, v.shape[0])
+        edges.index_add_(0, rows, torch.full_like(rows, step, dtype=torch.int32))
+    used = edges.cumsum(0)[:-1] > 0
+    return v.where(used[:, None, None], 0)
+
+
 def find(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     block_table: Tensor | None, leftpad_k: Tensor | None, seqused_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """k and v as rows (n, Hk, D), and the segments of the sequences, (batch, 6) int32."""
+    """k and v as rows (n, Hk, D), v's zero between the sequences, and their segments, (batch, 6) int32."""
     batch = cu_seqlens_q.shape[0] - 1
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
         raise NotImplementedError("block_table, leftpad_k and seqused_k are forward only: no gradients")
@@ -84,5 +95,6 @@ def find(
         length = length.clamp(0, capacity)
     zero = torch.zeros_like(cu_seqlens_q[1:])
     begin = (begin + shift).int()
-    columns = (cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, zero, begin, begin + length.int())
-    return k, v, torch.stack(columns, 1)
+    end = begin + length.int()
+    columns = (cu_seqlens_q[:-1], cu_seqlens_q[1:], zero, zero, begin, end)
+    return k, _zeros_between(v, begin, end), torch.stack(columns, 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn import flash_attn_varlen_func
+from flash_attn import _places, flash_attn_varlen_func
 from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
 H, HK, D, PAGE = 4, 2, 8, 4
@@ -64,6 +64,25 @@ def test_used_keys_and_padding(given: str, causal: bool) -> None:
     lens = [e - b for b, e in zip(begin, end, strict=True)]
     wanted = _flash_attn_varlen_forward(q, *rows, cu(Q_LENS), cu(lens), 3, 9, 0.0, 0.3, causal)
     torch.testing.assert_close((out, lse), wanted[:2], rtol=1e-11, atol=1e-11)
+
+
+def test_nan_between_the_sequences_reaches_nothing() -> None:
+    """Tiles of the kernels span several short sequences, and what lies between them."""
+    q, k, v = paged()
+    table, used = TABLE.clamp(max=5), [range(9), [], range(5)]
+    seen = torch.zeros(6, PAGE, dtype=torch.bool)
+    for b, positions in enumerate(used):
+        for i in positions:
+            seen[table[b, i // PAGE], i % PAGE] = True
+    poisoned = [x.where(seen[..., None, None], torch.nan) for x in (k, v)]
+    numbers = (cu(Q_LENS), cu(K_LENS))
+    found = flash_attn_varlen_func(q, *poisoned, *numbers, 3, 9, block_table=table)
+    torch.testing.assert_close(found, flash_attn_varlen_func(q, k, v, *numbers, 3, 9, block_table=table))
+    _, rows, segments = _places.find(q, *poisoned, *numbers, table, None, None)
+    taken = torch.cat([rows[begin:end] for begin, end in segments[:, 4:].tolist()])
+    assert int(rows.isfinite().all(-1).all(-1).sum()) == len(rows) and int(
+        (rows != 0).any(-1).any(-1).sum()
+    ) == len(taken)
 
 
 @pytest.mark.parametrize(
