@@ -144,6 +144,17 @@ def test_a_file_that_is_no_log_is_named(tmp_path):
         main(["--plot", str(tmp_path / "x.jsonl")])
 
 
+def test_a_folder_beside_the_logs_is_passed_over(tmp_path):
+    from grpo_reasoning_gym import main
+
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(SystemExit, match=r"no \.jsonl file"):
+        main(["--plot", str(tmp_path / "checkpoints")])
+    (tmp_path / "x.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit, match=r"x\.jsonl is not a log"):
+        main(["--plot", *map(str, sorted(tmp_path.iterdir()))])
+
+
 def test_runs_side_by_side_give_one_file(folder, tmp_path):
     """Forks, so in a process of its own: this one has threads."""
     command = [
