@@ -20,6 +20,7 @@ from flash_attn.integrations.transformers import packed_forward, require_support
 from flash_attn.shared_prompt import PackedBatch, pack, unpack_responses
 
 logger = logging.getLogger("flash_attn.integrations.openrlhf")
+INSTALLED = "_flash_attn_shared_prompt"  # attribute of functions put in place of OpenRLHF's
 ARGUMENTS = [
     "sequences", "action_mask", "attention_mask", "return_output", "allgather_logits", "return_logprobs",
     "ring_attn_group", "packed_seq_lens", "return_entropy", "mm_inputs",
@@ -60,7 +61,7 @@ def install(actor_class: Any) -> None:
     """Replaces `actor_class.forward`, once per process, and lets its attention implementations take
     layouts."""
     original = actor_class.forward
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, INSTALLED):
         return
     found = list(inspect.signature(original).parameters)[1:]
     if found != ARGUMENTS:
@@ -96,6 +97,7 @@ def install(actor_class: Any) -> None:
             ring_attn_group, packed_seq_lens, return_entropy, **mm_inputs,
         )  # fmt: skip
 
+    setattr(forward, INSTALLED, True)
     actor_class.forward = forward
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flash_attn.integrations._openrlhf_actor import account
+from flash_attn.integrations._openrlhf_actor import INSTALLED, account
 
 METRIC = "shared_prompt"
 
@@ -46,7 +46,7 @@ def _prompt(item: Any) -> tuple[int, ...]:
 def install(module: ModuleType) -> None:
     """Patches openrlhf.trainer.ray.ppo_actor, once per process."""
     original_loader: Any = module.DataLoader
-    if hasattr(original_loader, "__wrapped__"):
+    if hasattr(original_loader, INSTALLED):
         return
 
     def data_loader(dataset: Any, *args: Any, shuffle: bool = False, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def install(module: ModuleType) -> None:
             return original_loader(dataset, *args, shuffle=False, **kwargs)
         return original_loader(dataset, *args, sampler=GroupSampler(dataset), **kwargs)
 
-    data_loader.__wrapped__ = original_loader  # type: ignore[attr-defined]
+    setattr(data_loader, INSTALLED, True)
     module.DataLoader = data_loader  # type: ignore[attr-defined]
     trainer: Any = module.ActorPPOTrainer
     original_step = trainer.training_step

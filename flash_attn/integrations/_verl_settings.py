@@ -19,6 +19,7 @@ from flash_attn.integrations.transformers import require_supported
 
 IMPLEMENTATION = "dualkv"
 MODULE = "flash_attn.integrations.verl"
+INSTALLED = "_flash_attn_shared_prompt"  # attribute of functions put in place of veRL's
 logger = logging.getLogger(MODULE)
 
 

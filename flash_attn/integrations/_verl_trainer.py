@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from flash_attn.integrations._verl_settings import IMPLEMENTATION, MODULE, logger, names_plugin
+from flash_attn.integrations._verl_settings import IMPLEMENTATION, INSTALLED, MODULE, logger, names_plugin
 from flash_attn.shared_prompt.cost_model import CostModel, GroupLens
 
 # The driver has no model: veRL's own weights of a 7B model, 24576 per token beside length squared (two per
@@ -126,7 +126,7 @@ def check_trainer(config: Any) -> bool:
 def install(trainer_class: Any) -> None:
     """Lets veRL's `PPOTrainer` deal whole groups, and stop where no worker shares. Calling it again does
     nothing."""
-    if hasattr(trainer_class._balance_batch, "__wrapped__"):
+    if hasattr(trainer_class._balance_batch, INSTALLED):
         return
     balance_batch, update_actor = trainer_class._balance_batch, trainer_class._update_actor
 
@@ -161,4 +161,5 @@ def install(trainer_class: Any) -> None:
             )
         return batch
 
+    setattr(balance, INSTALLED, True)
     trainer_class._balance_batch, trainer_class._update_actor = balance, update

@@ -22,6 +22,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from flash_attn.integrations._verl_engine import SharedPromptEngine
 from flash_attn.integrations._verl_plan import StepPlan
+from flash_attn.integrations._verl_settings import INSTALLED
 from flash_attn.integrations._verl_trainer import install
 from flash_attn.integrations.transformers import register
 
@@ -65,7 +66,7 @@ def _take_over_micro_batches() -> None:
     """Batches that carry a plan are split by it, all others by veRL."""
     original: Any = engine_utils.prepare_micro_batches
     current: Any = transformer_impl.prepare_micro_batches
-    if hasattr(current, "__wrapped__"):
+    if hasattr(current, INSTALLED):
         return
     if current is not original:
         raise RuntimeError(
@@ -77,6 +78,7 @@ def _take_over_micro_batches() -> None:
         return original(data, *args, **kwargs) if plan is None else plan.micro_batches(data)
 
     prepare_micro_batches.__wrapped__ = original  # type: ignore[attr-defined]
+    setattr(prepare_micro_batches, INSTALLED, True)
     transformer_impl.prepare_micro_batches = prepare_micro_batches
 
 

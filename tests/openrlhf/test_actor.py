@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -221,3 +222,18 @@ def test_another_forward_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match=r"must take \['sequences', .*got \['sequences', 'mask'\]"):
         _openrlhf_actor.install(Changed)
+
+
+def test_a_forward_that_another_decorator_wraps_is_replaced_once() -> None:
+    plain = inspect.unwrap(Actor.forward)
+
+    class Other:
+        @functools.wraps(plain)
+        def forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+    before = Other.forward
+    _openrlhf_actor.install(Other)
+    once = Other.forward
+    assert once is not before
+    _openrlhf_actor.install(Other)
+    assert Other.forward is once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,21 @@ def test_installing_twice_wraps_once():
     once = PPOTrainer._balance_batch
     install(PPOTrainer)
     assert PPOTrainer._balance_batch is once
+
+
+def test_a_trainer_that_another_decorator_wraps_is_taken_over():
+    class Other:
+        @functools.wraps(PPOTrainer._balance_batch.__wrapped__)
+        def _balance_batch(self, *args, **kwargs): ...
+
+        def _update_actor(self, *args, **kwargs): ...
+
+    before = Other._balance_batch
+    install(Other)
+    once = Other._balance_batch
+    assert once is not before
+    install(Other)
+    assert Other._balance_batch is once
 
 
 @pytest.mark.parametrize(
