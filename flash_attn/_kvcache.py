@@ -320,9 +320,16 @@ def with_kvcache(
     if rotary_cos is not None and rotary_sin is not None:
         _kvcache_checks.tables(rotary_cos, rotary_sin, q, capacity)
     moving = causal or window[0] >= 0 or window[1] >= 0
+    # Sides that reach past every key: unlimited, and no number that the kernels' int32 cannot hold.
+    window = (
+        -1 if window[0] >= capacity + seqlen_q else window[0],
+        -1 if window[1] >= capacity + seqlen_q else window[1],
+    )
     on_kernels = _decode.usable(q, k_cache, v_cache, block_table)
     if on_kernels and not checks.values_are_read(q):
         before = first = length = None
+        if not isinstance(cache_seqlens, Tensor):
+            _kvcache_checks.length(capacity if cache_seqlens is None else cache_seqlens, added, capacity)
     else:
         before = seqlens_of(cache_seqlens, batch, capacity, q.device)
         first = torch.zeros_like(before) if cache_leftpad is None else cache_leftpad.long()

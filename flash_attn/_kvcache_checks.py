@@ -10,6 +10,15 @@ from torch import Tensor
 from flash_attn import checks
 
 
+def length(before: int, added: int, capacity: int) -> None:
+    """A length for all sequences, which costs no wait to read."""
+    if not 0 <= before <= capacity - added:
+        raise ValueError(
+            f"cache_seqlens plus the new keys must be within the cache's {capacity} rows, "
+            f"got {before} + {added}"
+        )
+
+
 def lengths(before: Tensor, length: Tensor, capacity: int, first: Tensor) -> None:
     """Where values may be read: within the cache."""
     if not checks.values_are_read(length):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn import _kvcache, checks, flash_attn_func, flash_attn_with_kvcache
+from flash_attn import _kvcache, _kvcache_checks, checks, flash_attn_func, flash_attn_with_kvcache
 from flash_attn._kvcache import choose_splits
 from flash_attn.layers.rotary import apply_rotary_emb
 
@@ -352,3 +352,28 @@ def test_caches_of_other_strides_are_not_taken_for_each_other(monkeypatch: pytes
             whole["q"], k, v, cache_seqlens=lengths, cache_batch_idx=index, return_softmax_lse=True
         )
         check(got, expected(whole["q"], *[[x[1, :7]] * 3 for x in (k, v)]))
+
+
+@pytest.mark.parametrize("window_size", [(-1, 2**31 - 1), (2**40, 0), (50, 2**63 - 1)])
+def test_windows_past_every_key_are_unlimited(
+    window_size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels' int32 does not hold such sides: they are -1 before any kernel sees them."""
+    q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 20, 2, 8), torch.randn(2, 20, 2, 8)
+    lengths = torch.tensor([20, 7], dtype=torch.int32)
+    sides: list[tuple[int, int]] = []
+    visible = _kvcache.visible
+    monkeypatch.setattr(_kvcache, "visible", lambda *a: sides.append(a[-1]) or visible(*a))
+    found = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, window_size=window_size)
+    assert sides == [(-1, 0 if window_size[1] == 0 else -1)]
+    right = 0 if window_size[1] == 0 else -1
+    torch.testing.assert_close(
+        found, flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, window_size=(-1, right))
+    )
+
+
+def test_a_number_is_checked_where_tensors_are_not_read() -> None:
+    for before in (-1, 22):
+        with pytest.raises(ValueError, match=rf"within the cache's 24 rows, got {before} \+ 3"):
+            _kvcache_checks.length(before, 3, 24)
+    _kvcache_checks.length(21, 3, 24)
