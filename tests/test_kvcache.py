@@ -377,3 +377,14 @@ def test_a_number_is_checked_where_tensors_are_not_read() -> None:
         with pytest.raises(ValueError, match=rf"within the cache's 24 rows, got {before} \+ 3"):
             _kvcache_checks.length(before, 3, 24)
     _kvcache_checks.length(21, 3, 24)
+
+
+@pytest.mark.parametrize("before", [None, 22])
+def test_a_number_is_checked_before_the_kernels_run(
+    before: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kvcache._decode, "usable", lambda *_: True)
+    monkeypatch.setattr(checks, "values_are_read", lambda _: False)
+    q, cache, new = torch.randn(2, 3, 4, 8), torch.zeros(2, 24, 2, 8), torch.randn(2, 3, 2, 8)
+    with pytest.raises(ValueError, match=rf"within the cache's 24 rows, got {before or 24} \+ 3"):
+        flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=before)
