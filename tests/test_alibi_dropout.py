@@ -325,3 +325,15 @@ def test_the_oracle_knows_positions() -> None:
     assert bias_of(table, torch.tensor([2.0]), 1, 3).tolist() == [[[-4.0, -2.0, 0.0]]]
     weights = weights_of(table, 0.5, torch.tensor([1, 0]), 1, 1, 3)
     assert set(weights.flatten().tolist()) <= {0.0, 2.0}
+
+
+def test_probabilities_are_refused_by_name_while_compiling() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(1, 8, 2, 8)
+    compiled = torch.compile(
+        lambda x: flash_attn.flash_attn_func(x, x, x, dropout_p=0.5, return_attn_probs=True),
+        fullgraph=True,
+        backend="eager",
+    )
+    with pytest.raises(Exception, match="return_attn_probs with dropout needs an eager call"):
+        compiled(x)  # torch wraps the error in one of its own
