@@ -190,8 +190,8 @@ def test_greedy_generation_gives_the_tokens_of_sdpa(kind: str) -> None:
 @pytest.fixture
 def finished_resets(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' reset of a generation's buffers waits for three streams of its own, but fills the buffers
-    on the current one: on a busy GPU the fills come after the first batch's inputs, which are copied on another
-    stream, and erase them. What this waits for was queued before the first batch: no kernel under test.
+    on the current one: on a busy GPU the fills come after the first batch's inputs, which are copied on
+    another stream, and erase them. What this waits for was queued before the first batch: no kernel of ours.
     """
     from transformers.generation.continuous_batching import input_outputs
 
