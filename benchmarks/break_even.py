@@ -3,7 +3,8 @@
     python benchmarks/break_even.py --out benchmarks/results/nvidia_h200/break_even.json
 
 Attention alone, forward and backward, on the same kernels: shared (one prompt, N responses) and replicated (N
-sequences of P + R rows, as flash_attn_func runs them). Copying the prompt is not timed.
+sequences of P + R rows, as flash_attn_func runs them). Both as CUDA graphs, so that launches from Python do
+not count; copying the prompt is not timed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from cases import Case  # noqa: E402
 from needs_gpu import require_gpu  # noqa: E402
 from providers import PROVIDERS, Pair, Problem, ours_replicated  # noqa: E402
-from run import clean, earlier_rows, environment, short, write_rows  # noqa: E402
-from timing import interleaved  # noqa: E402
+from records import earlier, merged, write_rows  # noqa: E402
+from run import clean, environment, short  # noqa: E402
+from timing import as_graph, interleaved  # noqa: E402
 
 RESPONSES = (1, 2, 4, 8, 16, 32)
 RATIOS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16)  # P / R
@@ -36,9 +38,10 @@ def both(pair: Pair) -> object:
 def cell(case: Case, provider: str, repeats: int) -> dict[str, Any]:
     problem = Problem(case)
     shared, replicated = PROVIDERS[provider](problem), ours_replicated(problem)
-    calls = {"shared": lambda: both(shared), "replicated": lambda: both(replicated)}
+    pairs = {"shared": shared, "replicated": replicated}
+    calls = {name: as_graph(lambda pair=pair: both(pair)) for name, pair in pairs.items()}  # type: ignore[misc]
     times = interleaved(calls, repeats)
-    row: dict[str, Any] = {"case": case.row(), "provider": provider}
+    row: dict[str, Any] = {"case": case.row(), "provider": provider, "graph": True}
     row |= {f"{name}_ms": timing.time_ms for name, timing in times.items()}
     return row | {"speedup": row["replicated_ms"] / row["shared_ms"]}
 
@@ -51,8 +54,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out the cells that --out holds already")
     args = parser.parse_args()
     require_gpu()
-    facts, path = environment(), Path(args.out)
-    rows = earlier_rows(args.out, facts) if args.resume else []
+    facts = environment()
+    rows, others = earlier(args.out, facts) if args.resume else ([], [])
     for count in RESPONSES:
         for ratio in RATIOS:
             case = Case(count, int(ratio * RESPONSE_LEN), RESPONSE_LEN)
@@ -65,7 +68,7 @@ def main() -> None:
             rows.append(facts | row)
             print({k: row[k] for k in row if k != "case"}, count, ratio, flush=True)
             clean()
-        write_rows(path, rows)
+        write_rows(args.out, merged(others, rows))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +30,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from cases import uniform_lens  # noqa: E402
 from decoder_attention import ATTENTION, Attention, Batch  # noqa: E402
 from needs_gpu import require_gpu  # noqa: E402
-from run import clean, environment, short, write_rows  # noqa: E402
+from records import merged, read_rows, write_rows  # noqa: E402
+from run import clean, environment, short  # noqa: E402
 from timing import summary  # noqa: E402
 
 # In the order of measurement: a run that is cut short has what says most.
@@ -202,9 +202,8 @@ def main() -> None:
     require_gpu()
     begin, facts, shape = time.monotonic(), environment(), Shape()
     facts["gpu_uuid"] = str(torch.cuda.get_device_properties(0).uuid)[:8]
-    rows: list[dict[str, Any]] = []
-    if args.resume and args.out.exists():
-        rows = [row for row in json.loads(args.out.read_text()) if still_holds(row, facts)]
+    before = read_rows(args.out) if args.resume else []
+    rows = [row for row in before if still_holds(row, facts)]
     wrong = {name: what_is_wrong(name, "cuda", torch.bfloat16) for name in args.providers}
     print(facts, {name: text or "right" for name, text in wrong.items()}, flush=True)
     layer = Layer(shape, "cuda", torch.bfloat16)
@@ -239,7 +238,7 @@ def main() -> None:
             gc.collect()  # what is freed stays mapped, so that a step timed once does not wait for memory
             rows.append(facts | row)
             print({k: v for k, v in row.items() if k not in ("p20_ms", "p80_ms", "flops")}, flush=True)
-            write_rows(args.out, rows)
+            write_rows(args.out, merged([row for row in before if row not in rows], rows))
 
 
 if __name__ == "__main__":

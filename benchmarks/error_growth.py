@@ -23,7 +23,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from cases import Case  # noqa: E402
 from needs_gpu import require_gpu  # noqa: E402
 from providers import PROVIDERS, Problem  # noqa: E402
-from run import environment, packed, short, write_rows  # noqa: E402
+from records import write_rows  # noqa: E402
+from run import environment, packed, short  # noqa: E402
 
 OURS = ("ours-sm90a", "ours-sm80", "ours-deterministic")
 NAMES = (*OURS, "fa2-two-call", "fa2-replicated", "cudnn-two-call", "cudnn-replicated")
@@ -84,7 +85,7 @@ def main() -> None:
         n, ratio = (point, 2) if axis == "N" else (8, point)
         case = Case(num_responses=n, num_heads=2 * ratio, num_heads_k=2, **BASE)
         rows += [facts | row for row in rows_of(case, axis, names)]
-        write_rows(Path(args.out), rows)
+        write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

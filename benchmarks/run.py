@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from cases import CASES, PLAIN, Case, PlainCase  # noqa: E402
 from needs_gpu import require_gpu  # noqa: E402
 from providers import PROVIDERS, Pair, Problem  # noqa: E402
 from providers_plain import plain_providers  # noqa: E402
+from records import earlier, merged, write_rows  # noqa: E402
 from timing import Memory, as_graph, interleaved, memory  # noqa: E402
 
 TOLERANCE = 2e-2
@@ -247,27 +247,6 @@ def matmul_tflops() -> float:
     return 2 * 8192**3 / interleaved({"matmul": lambda: x @ x}, 10)["matmul"].time_ms / 1e9
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One row a line, six digits."""
-
-    def short_floats(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: short_floats(x) for key, x in value.items()}
-        return float(f"{value:.6g}") if isinstance(value, float) else value
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(short_floats(row)) for row in rows) + "\n]\n")
-
-
-def earlier_rows(out: str | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an earlier run of the same library, torch and GPU that was cut short."""
-    if not out or not Path(out).exists():
-        return []
-    same = ("gpu", "driver", "torch", "library", "commit")
-    rows = json.loads(Path(out).read_text())
-    return [row for row in rows if all(row[key] == facts[key] for key in same)]
-
-
 def cases_of(names: str) -> list[Case | PlainCase]:
     """The cases that `--cases` names, each once, in its order."""
     cases: list[Case | PlainCase] = []
@@ -306,7 +285,7 @@ def main() -> None:
     parser.add_argument("--checks", type=Path, help="folder of earlier checks of the same library")
     parser.add_argument("--warm", action="store_true", help="check, compile and run once; no times")
     parser.add_argument("--out", default=None, help="JSON file")
-    parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
+    parser.add_argument("--resume", action="store_true", help="keep --out, leave out what this library ran")
     args = parser.parse_args()
     specs = args.providers.split(",")
     names = [spec.partition("@")[0] for spec in specs]
@@ -321,11 +300,11 @@ def main() -> None:
         return
     facts["matmul_tflops"] = round(matmul_tflops())
     print(f"matmul {facts['matmul_tflops']} TFLOP/s", flush=True)
-    rows = earlier_rows(args.out, facts) if args.resume else []
+    rows, others = earlier(args.out, facts) if args.resume else ([], [])
 
     def save() -> None:  # after every case, so that a run cut short is not lost
         if args.out:
-            write_rows(Path(args.out), [facts | row for row in rows])
+            write_rows(args.out, merged(others, [facts | row for row in rows]))
 
     found: dict[tuple[str, int, str, int, int, bool], str | None] = {}
     for case in cases:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import decoder_layer
+import records
 import run
 import timing
 from cases import Case, uniform_lens
@@ -48,13 +48,27 @@ def test_slow_calls_run_fewer_rounds(monkeypatch):
 
 def test_what_a_resumed_run_keeps(tmp_path):
     facts = {"gpu": "a", "driver": "1", "torch": "2", "library": "x", "commit": "c"}
-    rows = [facts | {"provider": name, "time_ms": 1.23456789} for name in ("ours", "fa2-replicated")]
-    run.write_rows(tmp_path / "rows.json", rows)
-    assert [row["time_ms"] for row in json.loads((tmp_path / "rows.json").read_text())] == [1.23457] * 2
-    assert len(run.earlier_rows(str(tmp_path / "rows.json"), facts)) == 2
-    assert run.earlier_rows(str(tmp_path / "rows.json"), facts | {"library": "y"}) == []
+    row = facts | {"case": {"N": 8}, "pass": "fwd", "time_ms": 1.23456789}
+    rows = [row | {"provider": name} for name in ("ours", "fa2-replicated")]
+    path = tmp_path / "new folder" / "rows.json"
+    assert records.earlier(path, facts) == ([], [])
+    records.write_rows(path, rows)
+    assert len(path.read_text().splitlines()) == 4  # a row a line
+    own, others = records.earlier(path, facts)
+    assert [row["time_ms"] for row in own] == [1.23457] * 2 and others == []
+    assert records.earlier(path, facts | {"library": "y"}) == ([], own)
     assert [decoder_layer.still_holds(row, facts | {"library": "y"}) for row in rows] == [False, True]
     assert not any(decoder_layer.still_holds(row, facts | {"gpu": "b"}) for row in rows)
+
+
+def test_new_measurements_take_the_places_of_old_ones():
+    old = [
+        {"case": {"N": 8}, "provider": name, "pass": "fwd", "graph": False, "time_ms": 1.0}
+        for name in ("ours", "flex")
+    ]
+    again, graph, other = (old[0] | change for change in ({"time_ms": 2.0}, {"graph": True}, {"pass": "bwd"}))
+    assert records.merged(old, [graph, again, other]) == [again, old[1], graph, other]
+    assert records.merged([], old) == old and records.merged(old, []) == old
 
 
 def test_a_provider_may_be_asked_for_some_cases_only():
