@@ -239,8 +239,9 @@ def _shared_prompt(
             "output_router_logits: the auxiliary loss of a shared-prompt pack would count each prompt once. "
             "Call packed_forward, or pass attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True"
         )
+    # Not q[0]: its gradient is a copy into zeros, six launches a layer.
     out: Any = flash_attn_shared_prompt_func(
-        q[0], k[0], v[0], layout,
+        q.squeeze(0), k.squeeze(0), v.squeeze(0), layout,
         softmax_scale=options.softmax_scale, window_size=options.window_size, softcap=options.softcap,
         sinks=options.sinks, deterministic=options.deterministic,
     )  # fmt: skip
