@@ -39,8 +39,33 @@ def cells(row: dict[str, Any] | None) -> tuple[str, str]:
     return f"{row['time_ms']:.3g}" if row["time_ms"] < 1 else f"{row['time_ms']:.1f}", f"{row['tflops']:.0f}"
 
 
+def commit_of(row: dict[str, Any]) -> str:
+    return str(row.get("commit", "unknown"))[:12]
+
+
+def where(rows: Rows) -> str:
+    """Machine, software, days and commits of all rows."""
+
+    def each(key: str) -> str:
+        return " and ".join(sorted({str(row.get(key)) for row in rows}))
+
+    software = f"driver {each('driver')}, CUDA {each('cuda')}, torch {each('torch')}"
+    commits = list(dict.fromkeys(commit_of(row) for row in rows))
+    named = f"commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
+    return f"{rows[0]['gpu']}, {software}, {named}, {each('date')}"
+
+
+def apart(providers: dict[str, dict[str, dict[str, Any]]]) -> dict[str, list[str]]:
+    """commit -> providers of a case, ours first."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(providers, key=lambda n: not n.startswith("ours")):
+        found.setdefault(commit_of(next(iter(providers[name].values()))), []).append(name)
+    return found
+
+
 def table(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
-    """A table a case, the fastest step first."""
+    """A table a case, the fastest step first; under it the commits, where a file holds several."""
+    several = len({commit_of(row) for row in rows}) > 1
     head = ("", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "both ms", "peak GiB", "scratch GiB")
     parts = []
     for case, providers in merged(rows).items():
@@ -55,7 +80,11 @@ def table(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) ->
         for name, passes in providers.items():
             if name not in total and any(row.get("time_ms") for row in passes.values()):
                 lines.append((name, *cells(passes.get("fwd")), *cells(passes.get("bwd")), "-", "-", "-"))
-        parts.append(markdown_table(lines) if len(lines) > 1 else "")
+        if len(lines) > 1:
+            runs = apart(providers)
+            foot = "; ".join(f"{', '.join(names)}: {commit}" for commit, names in runs.items())
+            foot = f"Commit {next(iter(runs))}." if len(runs) == 1 else f"Not of one run: {foot}."
+            parts.append(markdown_table(lines) + (f"\n\n{foot}" if several else ""))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -70,20 +99,20 @@ def not_run(rows: Rows) -> str:
 
 
 def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
-    first = rows[0]
-    c = next((r["case"] for r in rows if "N" in r["case"]), first["case"])
+    c = next((r["case"] for r in rows if "N" in r["case"]), rows[0]["case"])
     dtype = "bf16" if all(row["case"]["dtype"] == "bf16" for row in rows) else "bf16 or, where named, fp16"
     added = ", ".join(sorted({row["provider"] for row in rows if row.get("added")}))
     how = "interleaved in one process" + (f" ({added}: in one after it)" if added else "")
-    software = f"driver {first['driver']}, CUDA {first['cuda']}, torch {first['torch']}"
-    software += f", commit {first.get('commit', 'unknown')[:12]}"
+    matmul = sorted({row["matmul_tflops"] for row in rows if "matmul_tflops" in row})
+    ceiling = f"{matmul[0]}" + (f" to {matmul[-1]}" if len(matmul) > 1 else "")
+    head = textwrap.fill(f"{where(rows)};", 110, break_on_hyphens=False)
     return f"""\
-{first["gpu"]}, {software}, {first["date"]};
-H={c["H"]}, Hk={c["Hk"]}, {dtype}, causal. All providers are
+{head}
+H={c["H"]}, Hk={c["Hk"]}, {dtype}, causal. All providers of a case are
 {how}; medians. TFLOP/s count every visible (query, key) pair once and prompts once:
 forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. Memory is the backward's: most that was
 allocated, inputs included, and what was neither there before nor returned. A dense bf16 matrix product of
-8192³ ran at {first["matmul_tflops"]} TFLOP/s in the same run.
+8192³ ran at {ceiling} TFLOP/s in the same run.
 
 {plain(rows, markdown_table)}{table(rows, markdown_table)}{not_run(rows)}"""
 
@@ -146,20 +175,21 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
         ratios = [_ratio(_time(best, direction), _time(ours, direction)) for direction in ("fwd", "bwd")]
         ratios.append(_ratio(min(steps, default=None), _step(ours)))
         lines.append((case, *(_tflops(_best(providers, names)) for names in columns.values()), *ratios))
-    first = rows[0]
     c = next(row["case"] for row in rows if "N" in row["case"])
-    machine = f"{first['gpu']}, CUDA {first['cuda']}, torch {first['torch']}, {first['date']}"
-    machine += f", commit {first.get('commit', 'unknown')[:12]}"
-    sizes = f"H={c['H']}, Hk={c['Hk']}, {c['dtype']}"
+    half = any(row["case"]["dtype"] == "fp16" for row in rows)
+    sizes = f"H={c['H']}, Hk={c['Hk']}, bf16" + (", fp16 where named" if half else "")
+    others = {n for ps in found.values() for names in list(apart(ps).values())[1:] for n in names}
+    other = f" ({', '.join(sorted(others))}: also in another run)" if others else ""
+    head = f"{where(rows)}; {sizes}; providers of a case interleaved in one process{other}."
     fa4 = (
         '"best FA4": the fastest of FlashAttention-4\'s three ways, pass by pass.\n'
         if "best FA4" in columns
         else ""
     )
     return f"""\
-{machine};
-{sizes}; providers interleaved in one process. "two-call": what a careful user builds from existing
-kernels (prompt, responses on the prompt, responses on themselves, merged).
+{textwrap.fill(head, 110, break_on_hyphens=False)}
+"two-call": what a careful user builds from existing kernels (prompt, responses on the prompt, responses on
+themselves, merged).
 {fa4}"forward", "backward": time of the fastest of all peers in that pass over ours; "step": of the peer whose
 forward and backward together are fastest. Bold: a peer wins. `benchmarks/README.md` has every row.
 

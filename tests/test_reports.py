@@ -67,6 +67,18 @@ def test_a_peer_that_wins_is_shown():
     assert "| N=8, P=1024, R=256, d=128 | 100 / 25 | 67 / 28 | 1.50x | **0.90x** | 1.32x |" in text
 
 
+def test_rows_of_several_runs_say_so():
+    old = [row | {"commit": "a" * 40} for row in kernel_rows(CASE, flex=(9.0, 9.0))]
+    new = kernel_rows(CASE, ours_sm90a=(1.0, 4.0), fa4_gather=(2.0, 5.0))
+    foot = f"Not of one run: ours-sm90a, fa4-gather: {'0' * 12}; flex: {'a' * 12}."
+    assert foot in kernel_report.text([*old, *new], markdown_table)
+    summary = " ".join(kernel_report.summary([*old, *new], markdown_table).split())
+    assert "interleaved in one process (flex: also in another run)" in summary
+    assert f"commits {'a' * 12} and {'0' * 12}" in summary
+    text = kernel_report.text(new, markdown_table)
+    assert f"commit {'0' * 12}," in text and "Commit" not in text and "Not of one run" not in text
+
+
 def test_plain_attention_is_compared_with_flash_attention_2():
     case = {"B": 16, "S": 500, "causal": True, "H": 32, "Hk": 8, "d": 128, "dtype": "bf16"}
     rows = kernel_rows(case, fa2=(1.0, 3.0), ours_sm80=(0.8, 4.0))
