@@ -107,8 +107,10 @@ def _cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+changes" where sources differ from it; outside a checkout what
-    FLASH_ATTN_COMMIT says, or None."""
+    """What FLASH_ATTN_COMMIT says, else the checkout's commit, with "+changes" where sources differ from it,
+    or None."""
+    if "FLASH_ATTN_COMMIT" in os.environ:
+        return os.environ["FLASH_ATTN_COMMIT"]
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -121,4 +123,4 @@ def commit() -> str | None:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", *sources).strip()
         return git("rev-parse", "HEAD").strip() + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FLASH_ATTN_COMMIT")
+        return None
