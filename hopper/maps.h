@@ -22,7 +22,11 @@ inline EncodeTiled encode_tiled() {
     static EncodeTiled const function = [] {
         void* f = nullptr;
         cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result);
+#else
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &result);
+#endif
         return reinterpret_cast<EncodeTiled>(f);
     }();
     return function;
