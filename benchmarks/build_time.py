@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from records import read_rows, write_rows
 from run import commit
 
 
@@ -63,9 +63,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file; a row is added or replaced")
     args = parser.parse_args()
     row = machine() | row_of(args.folder, args.what, args.jobs) | {"note": args.note}
-    rows = json.loads(args.out.read_text()) if args.out.exists() else []
-    rows = [other for other in rows if other["what"] != args.what] + [row]
-    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    rows = [other for other in read_rows(args.out) if other["what"] != args.what]
+    write_rows(args.out, [*rows, row])
     print(row)
 
 

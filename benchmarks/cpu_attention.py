@@ -22,12 +22,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from grpo.measure import machine
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
-import flash_attn
-from flash_attn.shared_prompt import SharedPromptLayout
+from grpo.measure import machine  # noqa: E402
+from records import write_record  # noqa: E402
+
+import flash_attn  # noqa: E402
+from flash_attn.shared_prompt import SharedPromptLayout  # noqa: E402
 
 torch.manual_seed(0)
 
@@ -198,7 +200,7 @@ def main() -> None:
         rows.append({**asdict(MEMORY_CASE), **memory})
     if args.json:
         report = {"machine": machine(torch.device("cpu")), "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1))
+        write_record(args.json, report)
 
 
 if __name__ == "__main__":

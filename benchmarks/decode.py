@@ -11,7 +11,6 @@ N sequences each; floors count a prompt once. Every provider is checked against 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from needs_gpu import require_gpu  # noqa: E402
+from records import write_rows  # noqa: E402
 from run import clean, environment, short  # noqa: E402
 from timing import as_graph, interleaved  # noqa: E402
 
@@ -213,8 +213,7 @@ def main() -> None:
         graph = "graph" if row.get("graph") else "eager"
         print(f"{case:30s} {row['provider']:16s} {graph} {text}", flush=True)
         if args.out:
-            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")
+            write_rows(args.out, rows)
 
     asked = [DecodeCase(*map(int, x.split(":"))) for x in args.cases.split(",") if x]
     for case in asked or [*CASES, *SHARED]:

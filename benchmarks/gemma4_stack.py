@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from built_from import library_of
+from records import write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -255,8 +256,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def save(record: dict[str, Any], out: str | None) -> None:
     if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        Path(out).write_text(json.dumps(record, indent=1) + "\n")
+        write_record(out, record)
 
 
 def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -32,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import Case  # noqa: E402
+from records import write_rows  # noqa: E402
 from run import environment  # noqa: E402
 from sharded_fa2 import fa2_attention  # noqa: E402
 
@@ -212,8 +212,7 @@ def run(rank: int, world: int, options: argparse.Namespace) -> None:
             found.append(row)
             print(line(row), flush=True)
             if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_rows(options.out, found)
 
 
 def guarded(cell: Cell, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from records import read_rows, write_rows  # noqa: E402
 from run import environment  # noqa: E402
 
 from flash_attn.shared_prompt.cost_model import CostModel  # noqa: E402
@@ -382,17 +383,15 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         if options.cost_model is not None:
             options.cost_model.write_text(json.dumps(bench.cost_model.as_dict()))
     rows: list[dict[str, Any]] = []
-    others = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
+    others = read_rows(options.out)
     for cell in options.cells or grid(options):
         found = measure(bench, cell, options.providers)
         new = rows_of(bench, cell, found, about)
         print_cell(cell, found, new[0])
         rows += new
         if options.out:  # after every cell: a run that is stopped keeps what it measured
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             new_cases = [row["case"] for row in rows]
-            kept = [row for row in others if row["case"] not in new_cases]
-            options.out.write_text(json.dumps(kept + rows, indent=1) + "\n")
+            write_rows(options.out, [row for row in others if row["case"] not in new_cases] + rows)
     return rows
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -30,6 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from records import write_rows  # noqa: E402
 from run import environment  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -401,8 +401,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             if is_first:
                 print_row(row, rows)
             if is_first and options.out:  # after every row: a run that is stopped keeps what it measured
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(rows, indent=1) + "\n")
+                write_rows(options.out, rows)
         release(bench)
     torch.distributed.destroy_process_group()
     return rows
