@@ -225,6 +225,10 @@ def test_the_callers_position_ids_are_kept():
     assert pack(prompts, responses, position_ids=positions, **options).position_ids[0, 0] == 10
     lists = pack([[1, 2], [1, 2]], [[3, 4], [5]], position_ids=[[10, 11, 12, 13], [10, 11, 20]])
     assert lists.position_ids.tolist() == [[10, 11, 12, 13, 11, 20]]
+    masked = dict(prompt_mask=[[0, 1, 1]] * 2, position_ids=[[-1, 10, 11, 12, 13], [-1, 10, 11, 20]])
+    lists = pack([[0, 1, 2], [0, 1, 2]], [[3, 4], [5]], **masked)
+    assert lists.input_ids.tolist() == [[1, 2, 3, 4, 2, 5]]
+    assert lists.position_ids.tolist() == [[10, 11, 12, 13, 11, 20]]
 
 
 def test_prompts_at_other_positions_are_not_shared():
@@ -404,6 +408,11 @@ IDS, MASK = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, dtype=torch.int64)
             dict(prompts=IDS, responses=IDS, position_ids=-torch.eye(2, 4).long()),
             ValueError,
             "position_ids must be >= 0 where not masked, got -1 in row 0",
+        ),
+        (
+            dict(prompts=[[5], [5]], responses=[[6, 7], [8]], position_ids=[[0, 1, 2], [0, -3]]),
+            ValueError,
+            "position_ids must be >= 0 where not masked, got -3 in row 1",
         ),
         (
             dict(prompts=IDS, responses=IDS, boundary="x"),

@@ -61,30 +61,23 @@ class PackedStep:
     def __init__(
         self, micro_batch: TensorDict, packed: PackedBatch, pad: int, device: torch.device | str | int
     ) -> None:
-        self.pad = pad
-        self._packed = packed.to(device)
-        self._offsets = move(micro_batch["input_ids"].offsets(), self._packed.layout.device)
-        layout = packed.layout
+        self.pad, layout = pad, packed.layout
         if pad:
-            layout = SharedPromptLayout.from_lengths(
-                [*layout.prompt_lens, pad], [*layout.response_lens, [0]], device
-            )
+            layout = SharedPromptLayout.from_lengths([*layout.prompt_lens, pad], [*layout.response_lens, [0]])
         self.layout = layout.to(device)
+        self._offsets = move(micro_batch["input_ids"].offsets(), self.layout.device)
         in_pack = packed.grid_to_packed
-        self._rows = move(in_pack[in_pack >= 0], self.layout.device)
-        self.batch = self._substitute(micro_batch)
+        self._rows = move(in_pack.masked_select(in_pack >= 0), self.layout.device)
+        self.batch = self._substitute(micro_batch, packed)
 
-    def _substitute(self, micro_batch: TensorDict) -> TensorDict:
-        offsets = self._packed.layout.cu_seqlens.long()
+    def _substitute(self, micro_batch: TensorDict, packed: PackedBatch) -> TensorDict:
+        offsets = move(packed.layout.cu_seqlens.long(), self.layout.device)
         batch = TensorDict(
             {
-                name: torch.nested.nested_tensor_from_jagged(values[0], offsets)
-                for name, values in (
-                    ("input_ids", self._packed.input_ids),
-                    ("position_ids", self._packed.position_ids),
-                )
+                name: torch.nested.nested_tensor_from_jagged(move(values[0], offsets.device), offsets)
+                for name, values in (("input_ids", packed.input_ids), ("position_ids", packed.position_ids))
             },
-            batch_size=[self._packed.layout.num_segments],
+            batch_size=[packed.layout.num_segments],
         )
         for key in micro_batch.keys():  # noqa: SIM118  (a TensorDict iterates over rows)
             value = micro_batch.get(key)
@@ -92,7 +85,7 @@ class PackedStep:
                 tu.assign_non_tensor_data(batch, key, value.data)
         temperature = micro_batch["temperature"]
         if isinstance(temperature, torch.Tensor):
-            row_of_segment = [r for rows in self._packed.rows for r in (rows[0], *rows)]
+            row_of_segment = [r for rows in packed.rows for r in (rows[0], *rows)]
             batch["temperature"] = temperature[torch.tensor(row_of_segment)].to(offsets.device)
         return batch
 

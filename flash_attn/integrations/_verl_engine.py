@@ -78,6 +78,7 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
             counts = {"packed_tokens": tokens, "replicated_tokens": tokens, "fallbacks": 1}
         else:
             output = self._run(plan, data, loss_function, forward_only)
+            self._count(plan)
             counts = {
                 "packed_tokens": plan.num_packed_tokens,
                 "replicated_tokens": plan.num_replicated_tokens,
@@ -88,7 +89,7 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
         return output
 
     def _plan(self, data: TensorDict) -> StepPlan | None:
-        """The packs of this rank's rows; None where this rank or another cannot share, counted."""
+        """The micro-batches of this rank's rows; None where this rank or another cannot share, counted."""
         reason, error, host = refusal(data), None, None
         rows: list[list[int]] = []
         if reason is None:
@@ -103,15 +104,15 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
         if refused or host is None:
             self.sharing.count_fallback(reason or "another rank cannot share its rows")
             return None
-        rows = lengthen(rows, count, host)
-        plan = StepPlan(rows, [host.pack(r) for r in rows])
+        return StepPlan(lengthen(rows, count, host), host)
+
+    def _count(self, plan: StepPlan) -> None:
         self.sharing.count_shared(plan.num_packed_tokens, plan.num_replicated_tokens)
         if plan.num_packed_tokens == plan.num_replicated_tokens:
             self.sharing.log_once(
                 "no prompt stands twice in a micro-batch: nothing is shared. Micro-batches hold one row, "
                 "rollout.n is 1, or actor.shuffle takes groups apart"
             )
-        return plan
 
     def _rope_refusal(self, host: HostRows, rows: list[list[int]]) -> str | None:
         config = unwrap(self.module).config.get_text_config()

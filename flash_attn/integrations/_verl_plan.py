@@ -24,17 +24,25 @@ PLAN_KEY = "shared_prompt_plan"
 
 
 class StepPlan:
-    """Rows and packs of a mini-batch's micro-batches, which veRL's loop must ask for and run, all of them."""
+    """Rows of a mini-batch's micro-batches, which veRL's loop must ask for and run, all of them.
 
-    def __init__(self, rows: list[list[int]], packs: list[PackedBatch]) -> None:
-        self.rows, self.packs = rows, packs
-        self._waiting: list[PackedBatch] | None = None
+    Each is packed when its turn comes, while the device still works on the one before. The token counts are
+    of the packs made so far.
+    """
+
+    def __init__(self, rows: list[list[int]], host: HostRows) -> None:
+        self.rows, self._host = rows, host
+        self.num_packed_tokens = self.num_replicated_tokens = 0
+        self._waiting: list[list[int]] | None = None
 
     def next_pack(self) -> PackedBatch:
         """Of the next micro-batch. Raises RuntimeError unless the micro-batches are this plan's."""
         if not self._waiting:
             self._refuse_release()
-        return self._waiting.pop(0)  # type: ignore[union-attr]
+        packed = self._host.pack(self._waiting.pop(0))  # type: ignore[union-attr]
+        self.num_packed_tokens += packed.num_packed_tokens
+        self.num_replicated_tokens += packed.num_replicated_tokens
+        return packed
 
     def check_done(self) -> None:
         """Raises RuntimeError unless every micro-batch ran."""
@@ -42,19 +50,11 @@ class StepPlan:
             self._refuse_release()
 
     def _refuse_release(self) -> NoReturn:
-        left = len(self.packs if self._waiting is None else self._waiting)
+        left = len(self.rows if self._waiting is None else self._waiting)
         raise RuntimeError(
-            f"this release of veRL did not run the shared-prompt plan of {len(self.packs)} micro-batches "
+            f"this release of veRL did not run the shared-prompt plan of {len(self.rows)} micro-batches "
             f"({left} are left): the plug-in supports 0.9.1"
         )
-
-    @property
-    def num_packed_tokens(self) -> int:
-        return sum(p.num_packed_tokens for p in self.packs)
-
-    @property
-    def num_replicated_tokens(self) -> int:
-        return sum(p.num_replicated_tokens for p in self.packs)
 
     def attach(self, data: TensorDict) -> TensorDict:
         """A copy of `data` (same tensors) that `micro_batches` recognises."""
@@ -71,9 +71,11 @@ class StepPlan:
 
     def micro_batches(self, data: TensorDict) -> tuple[list[TensorDict], list[list[int]]]:
         """What veRL's `prepare_micro_batches` returns: the batches, and the rows of each."""
-        self._waiting = list(self.packs)
+        self._waiting = list(self.rows)
         bare = data.copy()
         del bare[PLAN_KEY]
+        if self.rows == [list(range(len(bare)))]:  # all rows in their order: nothing to copy
+            return [bare], self.rows
         return [tu.index_select_tensor_dict(bare, rows) for rows in self.rows], self.rows
 
 

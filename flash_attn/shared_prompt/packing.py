@@ -150,7 +150,7 @@ def _positions(
             raise ValueError(
                 f"position_ids must be {shape} or (K, {shape[0]}, {shape[1]}), got {list(positions.shape)}"
             )
-        grid = positions.reshape(-1, *shape).permute(1, 2, 0).long()
+        found = positions.reshape(-1, *shape).permute(1, 2, 0).long()[kept]
     else:
         flat, there = pad_rows("position_ids", position_ids)
         if there.sum(1).tolist() != exists.sum(1).tolist():
@@ -158,13 +158,16 @@ def _positions(
                 f"position_ids must have one id per token of each row {exists.sum(1).tolist()}, "
                 f"got {there.sum(1).tolist()}"
             )
-        grid = torch.zeros((*shape, 1), dtype=torch.int64)
-        grid[exists] = flat[there][:, None]
-    negative = (grid < 0) & kept[..., None]
+        found = flat.masked_select(there)[:, None]  # of the tokens that exist, as many in each row
+        kept_of_existing = kept.masked_select(exists)
+        if not kept_of_existing.all():
+            found = found[kept_of_existing]
+    negative = found < 0
     if negative.any():
-        value, row = int(grid[negative][0]), int(negative.nonzero()[0, 0])
+        place = int(negative.any(1).nonzero()[0, 0])
+        value, row = int(found[place].min()), int(kept.nonzero()[place, 0])
         raise ValueError(f"position_ids must be >= 0 where not masked, got {value} in row {row}")
-    return grid[kept]
+    return found
 
 
 def _ranges(begin: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:

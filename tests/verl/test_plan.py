@@ -8,7 +8,7 @@ from compare import LENS
 from tiny import make_batch
 
 from flash_attn.integrations._verl_batch import HostRows
-from flash_attn.integrations._verl_plan import Limits, lengthen, rows_of_micro_batches
+from flash_attn.integrations._verl_plan import Limits, StepPlan, lengthen, rows_of_micro_batches
 from flash_attn.shared_prompt.planner import TOKENS_ONLY
 
 SIZES = [(20, [5, 9, 1, 7, 6, 2]), (13, [8, 3]), (9, [4] * 5), (30, [1, 2, 3])]
@@ -61,3 +61,28 @@ def test_positions_are_the_batchs_own_and_rows_of_other_positions_do_not_share()
     assert torch.equal(packed.position_ids[0], 2 * packed.layout.position_ids)
     host.positions[1] = host.positions[1] + 1
     assert len(host.pack([0, 1]).rows) == 2
+
+
+def test_micro_batches_are_packed_in_their_turn():
+    batch = make_batch([(20, [5] * 4), (13, [3] * 4)])
+    plan = StepPlan([[0, 1, 2, 3], [4, 5, 6, 7]], HostRows.of(batch))
+    micro_batches, rows = plan.micro_batches(plan.attach(batch))
+    assert rows == plan.rows and [len(m) for m in micro_batches] == [4, 4]
+    assert plan.num_packed_tokens == 0  # nothing is packed before the first one runs
+    first = plan.next_pack()
+    assert plan.num_packed_tokens == first.num_packed_tokens == 20 - 1 + 4 * 6
+    with pytest.raises(RuntimeError, match=r"did not run the shared-prompt plan of 2 .* \(1 are left\)"):
+        plan.check_done()
+    plan.next_pack()
+    plan.check_done()
+    assert (plan.num_packed_tokens, plan.num_replicated_tokens) == (43 + 12 + 16, 4 * 25 + 4 * 16)
+
+
+def test_one_micro_batch_of_all_rows_is_the_batch_itself():
+    batch = make_batch([(20, [5] * 4)])
+    plan = StepPlan([[0, 1, 2, 3]], HostRows.of(batch))
+    ((whole,), _) = plan.micro_batches(plan.attach(batch))
+    assert whole["input_ids"].values().data_ptr() == batch["input_ids"].values().data_ptr()
+    turned = StepPlan([[1, 0, 2, 3]], HostRows.of(batch))
+    ((copy,), _) = turned.micro_batches(turned.attach(batch))
+    assert torch.equal(copy["input_ids"][0], batch["input_ids"][1])
