@@ -243,31 +243,42 @@ Attention of Gemma-4-31B's layers ({where};
 {table(rows, markdown_table)}"""
 
 
-DRAWN = ("ours-sm90a", "ours-sm80", "ours-deterministic", "fa2-two-call", "cudnn-two-call", "flex", *FA4)
+COLORS = {  # in the order of the bars
+    "ours-sm90a": "#1f4e9c", "fa4-two-call": "#d95f02", "fa4-block-sparse": "#f0a35e",
+    "fa4-gather": "#f7cfa5", "cudnn-two-call": "#4d4d4d", "flex": "#8c8c8c", "fa2-two-call": "#bfbfbf",
+    "ours-deterministic": "#5b8fd6", "ours-sm80": "#a9c6ec",
+}  # fmt: skip
+
+
+def drawn(rows: Rows) -> Rows:
+    """Of shared prompts, as CUDA graphs where a case was timed so: launches dominate it without."""
+    rows = [row for row in rows if "N" in row["case"] and row.get("tflops")]
+    graphs = {case_name(row) for row in rows if row.get("graph")}
+    return [row for row in rows if row.get("graph") or f"{case_name(row)}, graph" not in graphs]
 
 
 def draw(rows: Rows, path: Path) -> None:
     """Forward and backward TFLOP/s, a group of bars a case: shapes at one head dim, other head dims."""
     plt = pyplot()
-    eager = [row for row in rows if "N" in row["case"] and not row.get("graph")]
-    base = eager[0]["case"]["d"] if eager else None
-    names = [n for n in DRAWN if any(r["provider"] == n and r.get("tflops") for r in eager)]
-    names += sorted({row["provider"] for row in eager} - set(DRAWN)) if not names else []
-    parts = [merged([row for row in eager if (row["case"]["d"] == base) == same]) for same in (True, False)]
+    rows = drawn(rows)
+    base = rows[0]["case"]["d"] if rows else None
+    providers = {row["provider"] for row in rows}
+    names = [name for name in COLORS if name in providers] or sorted(providers)
+    parts = [merged([row for row in rows if (row["case"]["d"] == base) == same]) for same in (True, False)]
     parts = [part for part in parts if part]
     widths = [len(part) for part in parts]
     figure, axes = plt.subplots(
-        2, len(parts), figsize=(2.5 + 1.5 * sum(widths), 6), sharex="col", sharey="row", squeeze=False,
+        2, len(parts), figsize=(2.5 + 1.15 * sum(widths), 6), sharex="col", sharey="row", squeeze=False,
         layout="constrained", gridspec_kw={"width_ratios": widths},
     )  # fmt: skip
-    width = 0.8 / max(len(names), 1)
+    width = 0.86 / max(len(names), 1)
     for line, (direction, title) in zip(axes, (("fwd", "forward"), ("bwd", "backward")), strict=True):
         line[0].set_ylabel(f"{title} TFLOP/s")
         for axis, cases in zip(line, parts, strict=True):
             for index, name in enumerate(names):
                 heights = [p.get(name, {}).get(direction, {}).get("tflops") or 0 for p in cases.values()]
                 places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(cases))]
-                axis.bar(places, heights, width, label=name)
+                axis.bar(places, heights, width, label=name, color=COLORS.get(name))
             labels = [case.replace("(131, ", "(131,").replace(", ", "\n") for case in cases]
             axis.set_xticks(range(len(cases)), labels, fontsize=7)
             axis.spines[["top", "right"]].set_visible(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +34,9 @@ def once(call: Call) -> float:
 
 
 def interleaved(calls: dict[str, Call], repeats: int = 15, warmup: int = 2) -> dict[str, Timing]:
-    """Each round runs every call once, so that clocks and temperature are the same for all."""
+    """Each round runs every call once, so that clocks and temperature are the same for all; in an order of its
+    own, so that none always follows the same one (whose heat and cache lines it meets).
+    """
     rounds: dict[str, int] = {}
     for name, call in calls.items():
         slow = once(call) > SLOW_MS
@@ -43,9 +46,9 @@ def interleaved(calls: dict[str, Call], repeats: int = 15, warmup: int = 2) -> d
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(repeats):
-        for name, call in calls.items():
+        for name in random.Random(index).sample(list(calls), len(calls)):
             if index < rounds[name]:
-                times[name].append(once(call))
+                times[name].append(once(calls[name]))
     return {name: summary(values) for name, values in times.items()}
 
 
