@@ -1,6 +1,7 @@
 """Where sharing the prompt pays: time of the replicated batch over the shared one, for N responses and P / R.
 
     python benchmarks/break_even.py --out benchmarks/results/nvidia_h200/break_even.json
+    python benchmarks/break_even.py --out FILE --responses 8 --ratios 4
 
 Attention alone, forward and backward, on the same kernels: shared (one prompt, N responses) and replicated (N
 sequences of P + R rows, as flash_attn_func runs them). Both as CUDA graphs, so that launches from Python do
@@ -49,6 +50,8 @@ def cell(case: Case, provider: str, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Where sharing the prompt pays.")
     parser.add_argument("--out", required=True, help="JSON file; make report draws it")
+    parser.add_argument("--responses", type=int, nargs="+", default=list(RESPONSES), metavar="N")
+    parser.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS), metavar="P/R")
     parser.add_argument("--provider", default="ours-sm90a")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--resume", action="store_true", help="leave out the cells that --out holds already")
@@ -56,8 +59,8 @@ def main() -> None:
     require_gpu()
     facts = environment()
     rows, others = earlier(args.out, facts) if args.resume else ([], [])
-    for count in RESPONSES:
-        for ratio in RATIOS:
+    for count in args.responses:
+        for ratio in args.ratios:
             case = Case(count, int(ratio * RESPONSE_LEN), RESPONSE_LEN)
             if any(row["case"] == case.row() for row in rows):
                 continue
