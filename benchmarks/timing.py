@@ -34,8 +34,8 @@ def once(call: Call) -> float:
 
 
 def interleaved(calls: dict[str, Call], repeats: int = 15, warmup: int = 2) -> dict[str, Timing]:
-    """Each round runs every call once, so that clocks and temperature are the same for all, in an order of its
-    own, so that no call always follows the same one.
+    """Each round runs every call once, so that clocks and temperature are the same for all; in a new order,
+    so that no call always follows the same one.
     """
     rounds: dict[str, int] = {}
     for name, call in calls.items():
