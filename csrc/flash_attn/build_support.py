@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import kernels as kernel_list
+import old_glibc
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "flash_attn"
@@ -27,7 +28,7 @@ MAX_SPILL_BYTES = 0  # stored by a thread
 MAX_SPILL_BYTES_EXTRAS = 64  # of kernels with ALiBi and dropout: the backward at head dim 64 stores 36
 GIB_PER_JOB = 6.5  # peak of one nvcc job, measured on the largest kernels
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the library runs on torch >= 2.10
-HOST_SOURCES = ("flash_api.cpp", "kernel_table.cpp")
+HOST_SOURCES = ("flash_api.cpp", "kernel_table.cpp", "portable.cpp")
 DEVICE_SOURCES = ("src/common/plan.cu", "src/common/bwd_preprocess.cu")
 HOW_TO_BUILD = (
     "to build the CUDA kernels, install on a machine where torch sees a GPU, or name the archs: "
@@ -267,6 +268,7 @@ def write_ninja(options: Options, folder: Path, env: Mapping[str, str] = os.envi
     ]
     ld_flags += [f"-L{lib64}", "-lcudart_static", "-ldl", "-lpthread", "-lrt"]
     cxx = env.get("CXX") or "g++"
+    ld_flags += old_glibc.write_stubs(folder / "stubs", cxx)
     launcher = shutil.which("ccache") or shutil.which("sccache") or ""
     compile_cuda = f"{launcher} {shlex.quote(nvcc)} {join(nvcc_all)}".strip()
     rules = f"""\
