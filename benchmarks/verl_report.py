@@ -26,8 +26,10 @@ def place_of(row: dict[str, Any]) -> str:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Where, and the micro-batch."""
-    return f"{place_of(row)}, micro-batch {row['micro_batch']}"
+    """Where, and the micro-batches of a mini-batch."""
+    several = f"{row['num_micro_batches']} " if row["num_micro_batches"] > 1 else ""
+    ending = "es of" if several else ""
+    return f"{place_of(row)}, {several}micro-batch{ending} {row['micro_batch']}"
 
 
 def cells(rows: Rows) -> list[dict[str, dict[str, Any]]]:

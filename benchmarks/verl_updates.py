@@ -88,8 +88,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--largest",
         nargs="+",
         default=[],
-        metavar="PROVIDER:MICRO_BATCH",
-        help="at the end one policy update each, in this order: how many rows fit into memory",
+        metavar="PROVIDER:MICRO_BATCH,...",
+        help="at the end, of each list, one policy update each until one fits into memory: largest first",
     )
     parser.add_argument("--sp", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
@@ -310,14 +310,20 @@ class Bench:
         return 2.0 * (layers + head) + 4.0 * scores
 
 
-def plan(options: argparse.Namespace) -> Iterator[tuple[int, str, list[str], int]]:
-    """(rows of a micro-batch, provider, passes, repeats) of every measurement, in order."""
+def plan(
+    options: argparse.Namespace, rows: list[dict[str, Any]]
+) -> Iterator[tuple[int, str, list[str], int]]:
+    """(rows of a micro-batch, provider, passes, repeats) of every measurement, in order. `rows`: what was
+    measured so far, which tells whether a micro-batch of `--largest` fitted."""
     for num_rows in options.micro_batches:
         for provider in options.providers:
             yield num_rows, provider, options.passes, options.repeats
     for pair in options.largest:
-        provider, _, num_rows = pair.partition(":")
-        yield int(num_rows), provider, ["policy_update"], 0
+        provider, _, sizes = pair.partition(":")
+        for num_rows in sizes.split(","):
+            yield int(num_rows), provider, ["policy_update"], 0
+            if "error" not in rows[-1]:
+                break
 
 
 def measure(
@@ -393,7 +399,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
     deadline = begin + options.seconds
-    for num_rows, provider, passes, repeats in plan(options):
+    for num_rows, provider, passes, repeats in plan(options, rows):
         if rows and not agreed(bench, time.perf_counter() < deadline):
             break
         for row in measure(bench, num_rows, provider, passes, repeats, deadline):
