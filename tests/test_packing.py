@@ -206,14 +206,8 @@ def test_the_callers_position_ids_are_kept():
     packed = pack(prompts, responses, position_ids=positions, **options)
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 2, 5]]
     assert packed.position_ids.tolist() == [[10, 11, 12, 13, 11, 20]]
-    assert packed.layout.position_ids.tolist() == [
-        0,
-        1,
-        2,
-        3,
-        1,
-        2,
-    ]  # attention counts rows, whatever RoPE is given
+    # Attention counts rows, whatever RoPE is given.
+    assert packed.layout.position_ids.tolist() == [0, 1, 2, 3, 1, 2]
     three = torch.stack([positions, positions + 100, positions * 0])  # (3, B, W): multimodal RoPE
     packed = pack(prompts, responses, position_ids=three, **options)
     assert packed.position_ids.shape == (3, 1, 6)
