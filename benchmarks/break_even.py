@@ -1,7 +1,7 @@
 """Where sharing the prompt pays: time of the replicated batch over the shared one, for N responses and P / R.
 
     python benchmarks/break_even.py --out benchmarks/results/nvidia_h200/break_even.json
-    python benchmarks/break_even.py --out FILE --responses 8 --ratios 4
+    python benchmarks/break_even.py --responses 8 --ratios 4
 
 Attention alone, forward and backward, on the same kernels: shared (one prompt, N responses) and replicated (N
 sequences of P + R rows, as flash_attn_func runs them). Both as CUDA graphs, so that launches from Python do
@@ -49,7 +49,7 @@ def cell(case: Case, provider: str, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Where sharing the prompt pays.")
-    parser.add_argument("--out", required=True, help="JSON file; make report draws it")
+    parser.add_argument("--out", help="JSON file; make report draws it")
     parser.add_argument("--responses", type=int, nargs="+", default=list(RESPONSES), metavar="N")
     parser.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS), metavar="P/R")
     parser.add_argument("--provider", default="ours-sm90a")

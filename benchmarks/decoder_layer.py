@@ -1,7 +1,7 @@
 """One decoder layer of Qwen3-8B's shape, forward and backward: the prompt once, or once for each response.
 
     python benchmarks/decoder_layer.py --out benchmarks/results/nvidia_h200/decoder_layer.json [--resume]
-    python benchmarks/decoder_layer.py --out FILE --prompts 8192 --micro-batches 4 8 --providers ours
+    python benchmarks/decoder_layer.py --prompts 8192 --micro-batches 4 8 --providers ours
 
 bf16, random weights; RMSNorm, projections with RMSNorm of heads and RoPE, attention, SwiGLU. A micro-batch is
 one prompt and that many responses of U(131, 2048) tokens (fixed seed). FLOPs are those that a provider
@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--prompts", type=int, nargs="+", default=list(PROMPTS))
     parser.add_argument("--micro-batches", type=int, nargs="+", default=list(MICRO_BATCHES))
     known = [name for name in ATTENTION if name != "reference"]

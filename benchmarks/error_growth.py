@@ -1,6 +1,7 @@
 """Error of the prompt's dK and dV against fp64, over the number of responses and the GQA ratio.
 
-    python benchmarks/error_growth.py --out benchmarks/results/h200/error_growth.json
+    python benchmarks/error_growth.py --out benchmarks/results/nvidia_h200/error_growth.json
+    python benchmarks/error_growth.py --providers ours-sm90a fa2-two-call --responses 64 --ratios
 
 Relative rms error over the prompt's rows, bf16. Ours sums in fp32 over all rows and query heads and rounds
 once; "two-call" rounds the parts to bf16 and adds them, "replicated" rounds every copy and sums N of them.
@@ -30,6 +31,7 @@ OURS = ("ours-sm90a", "ours-sm80", "ours-deterministic")
 NAMES = (*OURS, "fa2-two-call", "fa2-replicated", "cudnn-two-call", "cudnn-replicated")
 GATHERED = ("gather-varlen", "prefix-grouper")
 FA4 = ("fa4-two-call", "fa4-gather", "fa4-block-sparse")  # compiled anew for every ratio: over N only
+ALL = (*NAMES, *GATHERED, *FA4, "flex")
 RESPONSES, RATIOS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16)
 BASE = dict(prompt_len=256, response_len=128, head_dim=128)
 
@@ -72,19 +74,23 @@ def rows_of(case: Case, axis: str, names: Iterable[str]) -> list[dict[str, Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Error of the prompt's gradients against fp64.")
-    parser.add_argument("--out", required=True, help="JSON file; make report draws it")
+    parser.add_argument("--out", help="JSON file; make report draws it")
+    parser.add_argument("--providers", nargs="+", choices=ALL, default=list(ALL))
+    parser.add_argument("--responses", type=int, nargs="+", default=list(RESPONSES))
+    parser.add_argument("--ratios", type=int, nargs="*", default=list(RATIOS))
     args = parser.parse_args()
     require_gpu()
     facts = environment()
     rows: list[dict[str, Any]] = []
-    points = [("N", n, (*NAMES, *GATHERED)) for n in RESPONSES]
-    points += [("ratio", ratio, (*NAMES, *GATHERED)) for ratio in RATIOS]
-    points += [("N", n, FA4) for n in RESPONSES] if FA4[0] in PROVIDERS else []
-    points += [("N", n, ("flex",)) for n in (8, 64)]  # compiled anew for every shape
+    points = [("N", n, (*NAMES, *GATHERED)) for n in args.responses]
+    points += [("ratio", ratio, (*NAMES, *GATHERED)) for ratio in args.ratios]
+    points += [("N", n, FA4) for n in args.responses] if FA4[0] in PROVIDERS else []
+    points += [("N", n, ("flex",)) for n in (8, 64) if n in args.responses]  # compiled anew for every shape
     for axis, point, names in points:
         n, ratio = (point, 2) if axis == "N" else (8, point)
         case = Case(num_responses=n, num_heads=2 * ratio, num_heads_k=2, **BASE)
-        rows += [facts | row for row in rows_of(case, axis, names)]
+        asked = [name for name in names if name in args.providers]
+        rows += [facts | row for row in rows_of(case, axis, asked)] if asked else []
         write_rows(args.out, rows)
 
 

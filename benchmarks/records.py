@@ -22,8 +22,10 @@ def _six_digits(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def write_rows(path: Path | str, rows: Rows) -> None:
-    """One row a line, six digits."""
+def write_rows(path: Path | str | None, rows: Rows) -> None:
+    """One row a line, six digits; nothing without a path: then what a script prints is all."""
+    if path is None:
+        return
     lines = ",\n".join(json.dumps(_six_digits(row)) for row in rows)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(f"[\n{lines}\n]\n")

@@ -253,6 +253,9 @@ def cases_of(names: str) -> list[Case | PlainCase]:
     for name in names.split(","):
         if name == "plain":
             cases += PLAIN
+        elif name.startswith("plain:"):
+            batch, seqlen, mask, head_dim = name.split(":")[1:]
+            cases.append(PlainCase(int(batch), int(seqlen), mask == "causal", head_dim=int(head_dim)))
         else:
             sizes = (int(part) if part.isdigit() else part for part in name.split(":"))
             cases += CASES[name] if name in CASES else [Case(*sizes)]  # type: ignore[arg-type]
@@ -273,7 +276,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--cases", default="quick", help=f"{', '.join(CASES)}, plain; or N:P:R[:H:Hk:d[:dtype]], 28:4096:2048"
+        "--cases",
+        default="quick",
+        help=f"{', '.join(CASES)}, plain; or N:P:R[:H:Hk:d[:dtype]]; or plain:B:S:causal:d, plain:B:S:full:d",
     )
     parser.add_argument(
         "--providers",
@@ -292,8 +297,9 @@ def main() -> None:
     unknown = set(names) - set(PROVIDERS)
     if unknown:
         sys.exit(f"--providers must be of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
+    cases = cases_of(args.cases)
     require_gpu()
-    facts, cases = environment(), cases_of(args.cases)
+    facts = environment()
     print(facts, flush=True)
     if args.warm:
         warm((case for case in cases if isinstance(case, Case)), names, facts["library"], args.checks)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import shlex
 import sys
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -12,6 +16,8 @@ import records
 import run
 import timing
 from cases import Case, uniform_lens
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_work_of_ragged_responses_is_the_sum_over_them():
@@ -35,6 +41,25 @@ def test_a_provider_is_checked_once_for_all_processes(tmp_path, monkeypatch):
     assert run.checked("wrong", Case(2, 8, 8), "library b", tmp_path / "checks") == "dk is wrong"
     assert run.checked("right", Case(2, 8, 8, head_dim=64), "library a", tmp_path / "checks") is None
     assert len(calls) == 4
+
+
+def commands() -> list[str]:
+    """The README's commands that print one row."""
+    text = (ROOT / "benchmarks" / "README.md").read_text().split("One row of a table", 1)[1]
+    lines = text.split("```sh\n", 1)[1].split("```", 1)[0].splitlines()
+    return [line.partition("#")[0].strip() for line in lines]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_one_row_is_one_command(command, monkeypatch):
+    """As far as it goes without a GPU: arguments are understood."""
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
+    python, script, *arguments = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    assert python == "python"
+    monkeypatch.setattr(run, "PROVIDERS", run.PROVIDERS | {"fa4-two-call": None})  # not installed here
+    with pytest.raises(SystemExit, match=rf"^{Path(script).name} needs an NVIDIA GPU$"):
+        importlib.import_module(Path(script).stem).main()
 
 
 def test_slow_calls_run_fewer_rounds(monkeypatch):
