@@ -193,42 +193,41 @@ how busy the GPU is.
 {table(lines)}"""
 
 
-def draw(rows: Rows, path: Path) -> None:
-    """Left: speed over FA2 on replicated rows, cell by cell; right: memory over the prompt."""
-    plt = pyplot()
-    cells = cells_of(rows)
-    prompts, counts = (sorted({key[axis] for key in cells}) for axis in (0, 1))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
-    values = []
-    for prompt in prompts:
-        line = []
-        for count in counts:
-            cell = cells.get((prompt, count), {})
-            times = [cell.get(name, {}).get("time_ms") for name in (BASE, OURS)]
-            line.append(times[0] / times[1] if all(times) else float("nan"))
-        values.append(line)
-    left.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0)
+def draw_map(axis: Any, cells: Cells, base: str) -> None:
+    """Times as fast as `base`, prompts upwards, micro-batches to the right; who ran out of memory."""
+    prompts, counts = (sorted({key[place] for key in cells}) for place in (0, 1))
+
+    def value(prompt: int, count: int) -> float:
+        cell = cells.get((prompt, count), {})
+        times = [cell.get(name, {}).get("time_ms") for name in (base, OURS)]
+        return times[0] / times[1] if all(times) else float("nan")
+
+    values = [[value(prompt, count) for count in counts] for prompt in prompts]
     top = max((v for line in values for v in line if v == v), default=1.0)
+    axis.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0.0 if top > 2 else 0.5)
     for y, prompt in enumerate(prompts):
         for x, count in enumerate(counts):
-            value, cell = values[y][x], cells.get((prompt, count), {})
-            lost = cell.get(BASE, {}).get("out_of_memory") and cell.get(OURS, {}).get("time_ms")
-            word = f"{value:.1f}" if value == value else "FA2 OOM" if lost else "OOM" if cell else ""
-            left.text(
-                x,
-                y,
-                word,
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="white" if value > top / 2 else "black",
-            )
-    left.set_xticks(range(len(counts)), list(map(str, counts)))
-    left.set_yticks(range(len(prompts)), list(map(short, prompts)))
-    left.set(
-        xlabel="responses", ylabel="prompt tokens", title="times as fast as FlashAttention-2, replicated"
-    )
-    count = 8 if 8 in counts else counts[-1]
+            number, cell = values[y][x], cells.get((prompt, count), {})
+            full = [name for name in (OURS, base) if cell.get(name, {}).get("out_of_memory")]
+            lost = "OOM" if OURS in full else "its OOM" if full else ""
+            word = f"{number:.2f}" if number == number else lost
+            color = "white" if number > top / 2 else "black"
+            axis.text(x, y, word, ha="center", va="center", fontsize=7, color=color)
+    axis.set_xticks(range(len(counts)), list(map(str, counts)))
+    axis.set_yticks(range(len(prompts)), list(map(short, prompts)))
+    axis.set(xlabel="responses", ylabel="prompt tokens", title=f"times as fast as {base}")
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Speed over FA2 on replicated rows and over FA4's two calls, cell by cell; memory over the prompt."""
+    plt = pyplot()
+    cells = cells_of(rows)
+    counts = sorted({count for _, count in cells})
+    bases = [base for base in (BASE, "fa4-two-call") if any(base in cell for cell in cells.values())]
+    figure, axes = plt.subplots(1, len(bases) + 1, figsize=(6 * (len(bases) + 1), 4.4), layout="constrained")
+    for axis, base in zip(axes, bases, strict=False):
+        draw_map(axis, cells, base)
+    right, count = axes[-1], 8 if 8 in counts else counts[-1]
     for name in dict.fromkeys(row["provider"] for row in rows):
         points = [
             (p, cell[name]["peak_gib"])
@@ -239,7 +238,7 @@ def draw(rows: Rows, path: Path) -> None:
             right.loglog(*zip(*points, strict=True), "o-", markersize=3, label=name, base=2)
     right.set(xlabel="prompt tokens", ylabel="peak GiB", title=f"{count} responses")
     right.legend(fontsize=7, frameon=False)
-    for axis in (left, right):
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
