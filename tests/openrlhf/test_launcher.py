@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from openrlhf.trainer.ray import ppo_actor
 from test_actor import actor_of, batch
 
 from flash_attn.integrations import openrlhf as launcher
-from flash_attn.integrations._openrlhf_trainer import GroupSampler, _prompt
+from flash_attn.integrations._openrlhf_trainer import GroupSampler, _prompt, install
 
 WORKER = """
 import ray
@@ -125,3 +126,20 @@ def test_a_training_step_reports_what_was_shared(replay_buffer: Any) -> None:
     assert metrics["shared_prompt/fallbacks"] == 0.0
     assert status["weights"]["shared_prompt/packed_tokens"] is None
     assert all(p.grad is not None for p in trainer.actor.model.parameters())
+
+
+def test_a_trainer_that_other_decorators_wrap_is_taken_over_once() -> None:
+    class Trainer:
+        @functools.wraps(ppo_actor.ActorPPOTrainer.training_step)
+        def training_step(self, *args: Any, **kwargs: Any) -> None: ...
+
+    @functools.wraps(torch.utils.data.DataLoader)
+    def loader(*args: Any, **kwargs: Any) -> None: ...
+
+    module: Any = SimpleNamespace(DataLoader=loader, ActorPPOTrainer=Trainer)
+    step = Trainer.training_step
+    install(module)
+    once = (module.DataLoader, Trainer.training_step)
+    assert once[0] is not loader and once[1] is not step
+    install(module)
+    assert (module.DataLoader, Trainer.training_step) == once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tensordict import TensorDict
 from tiny import log_probs, make_batch, make_worker, model_path, nested, update
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
+from verl.workers.engine import utils as engine_utils
 from verl.workers.engine.fsdp import transformer_impl
 
 from flash_attn.integrations import verl as plugin
@@ -220,10 +222,23 @@ def test_sequence_parallel_layers_without_positions_are_refused(monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_another_splitter_of_mini_batches_is_refused(monkeypatch):
-    monkeypatch.setattr(transformer_impl, "prepare_micro_batches", lambda data: None)
+@functools.wraps(engine_utils.prepare_micro_batches)
+def decorated(*args, **kwargs): ...
+
+
+@pytest.mark.parametrize("other", [lambda data: None, decorated])
+def test_another_splitter_of_mini_batches_is_refused(other, monkeypatch):
+    monkeypatch.setattr(transformer_impl, "prepare_micro_batches", other)
     with pytest.raises(RuntimeError, match="must split mini-batches by prepare_micro_batches, got <function"):
         plugin.activate()
+
+
+def test_activating_twice_splits_mini_batches_once():
+    plugin.activate()
+    once = transformer_impl.prepare_micro_batches
+    assert once.__wrapped__ is engine_utils.prepare_micro_batches
+    plugin.activate()
+    assert transformer_impl.prepare_micro_batches is once
 
 
 def test_an_engine_that_stands_in_the_way_is_refused(monkeypatch):
