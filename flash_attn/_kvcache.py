@@ -1,285 +1,71 @@
-"""Decoding against a cache of keys and values: by kernels of its own (_decode.py), or through the op that
-trains shared prompts, where Triton is missing, on CPUs and for many queries:
+"""flash_attn_with_kvcache: its arguments checked, then the kernels of decoding (_decode.py), or where they do
+not take the call (CPUs, many queries, no Triton) the op that trains (_kvcache_op.py).
 
-    rotate q and k -> append k, v to the cache in place -> attention of every query row on its cache rows
-A cache is rows of the op's context tensor, so nothing is copied and pages may lie anywhere. Few queries: the
-query heads of a kv head become rows of one tile, the keys are cut in parts that run side by side, and the
-parts are merged by log-sum-exp (split-KV). Called by flash_attn_with_kvcache.
+Both append k, v to the cache in place, turned by their positions, and return out and log-sum-exp.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from flash_attn import _decode, _kvcache_checks, _ops, _rotary, checks
-from flash_attn._calls import kernel_head_dim, op_head_dims, scale_of, unit_stride_rows
-
-_MAX_PACKED_ROWS = 64  # query rows of a kv head that go into one tile; longer queries run as a prefill does
-_MIN_SPLIT_KEYS = 256
+from flash_attn import _decode, _kvcache_checks, _kvcache_op, checks
+from flash_attn._calls import scale_of
 
 
 @dataclass(frozen=True)
-class Cache:
-    """k, v (rows, Hk, D): sequence b's position i is row `base[b] + i`, or lies in its pages."""
+class Call:
+    """Checked arguments. `window` is (left, right), without causal; sides past every key are -1."""
 
-    k: Tensor
-    v: Tensor
-    capacity: int  # positions of a sequence
-    base: Tensor  # (B,) int64
-    pages: Tensor | None  # (B, pages of a sequence) int64
-    page_size: int
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+    seqlens: int | Tensor  # before k is appended
+    batch_idx: Tensor | None
+    leftpad: Tensor | None
+    block_table: Tensor | None
+    scale: float
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    slopes: Tensor | None
+    num_splits: int
 
-    def row(self, position: Tensor) -> Tensor:
-        """Rows of positions (B, n), clamped to the cache."""
-        position = position.clamp(0, max(self.capacity - 1, 0))
-        if self.pages is None:
-            return self.base[:, None] + position
-        return self.pages.gather(1, position // self.page_size) * self.page_size + position % self.page_size
+    @property
+    def capacity(self) -> int:
+        return _capacity(self.k_cache, self.block_table)
 
+    @property
+    def added(self) -> int:
+        return 0 if self.k is None else self.k.shape[1]
 
-def _as_rows(x: Tensor, name: str) -> tuple[Tensor, int]:
-    """(blocks, rows of a block, Hk, D) as (rows, Hk, D), a view; and the rows from one block to the next."""
-    blocks, length, heads, head_dim = x.shape
-    if blocks <= 1 or length == 0:
-        return x.flatten(0, 1), length
-    step, rest = divmod(x.stride(0), x.stride(1)) if x.stride(1) else (0, 1)
-    if rest or step < length:
-        raise ValueError(
-            f"{name} must have a batch stride that is a multiple of its row stride, got {x.stride()}"
-        )
-    rows = (blocks - 1) * step + length
-    return x.as_strided((rows, heads, head_dim), (x.stride(1), x.stride(2), x.stride(3))), step
+    @property
+    def moving(self) -> bool:
+        """Whether query row o is turned o places further than the first."""
+        return self.causal or self.window[0] >= 0 or self.window[1] >= 0
 
-
-def open_cache(
-    k_cache: Tensor, v_cache: Tensor, batch: int, batch_idx: Tensor | None, block_table: Tensor | None
-) -> Cache:
-    k, step = _as_rows(k_cache, "k_cache")
-    v, step_v = _as_rows(v_cache, "v_cache")
-    if step != step_v:
-        raise ValueError(f"v_cache must have k_cache's rows between sequences, {step}, got {step_v}")
-    length = k_cache.shape[1]
-    if block_table is None:
-        index = torch.arange(batch, device=k.device) if batch_idx is None else batch_idx.long()
-        base = index.clamp(0, max(k_cache.shape[0] - 1, 0)) * step
-        return Cache(k, v, length, base, None, length)
-    if step != length and k_cache.shape[0] > 1:
-        raise ValueError(f"k_cache must be contiguous over its pages, got strides {k_cache.stride()}")
-    pages = block_table.long().clamp(0, max(k_cache.shape[0] - 1, 0))
-    base = torch.zeros(batch, dtype=torch.int64, device=k.device)
-    return Cache(k, v, pages.shape[1] * length, base, pages, length)
+    def lengths(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys before the call, rows of left padding, keys after it: (B,) int64 each."""
+        before = seqlens_of(self.seqlens, self.q.shape[0], self.capacity, self.q.device)
+        first = torch.zeros_like(before) if self.leftpad is None else self.leftpad.long()
+        return before, first, before + self.added
 
 
-def append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
-    """Writes k, v (B, n, Hk, D) behind each sequence's `seqlens` rows; nothing outside the cache."""
-    if k.numel() == 0:
-        return
-    position = seqlens[:, None] + torch.arange(k.shape[1], device=k.device)
-    there = ((position >= 0) & (position < cache.capacity)).flatten()
-    rows = cache.row(position).flatten()
-    # What must not be written writes what another row does: the first that is, or, of none, what is there.
-    first = there.int().argmax(0, keepdim=True)
-    rows = torch.where(there, rows, rows.index_select(0, first))
-    any_there, row = there.index_select(0, first)[:, None, None], rows.index_select(0, first)
-    for rows_of, new in ((cache.k, k.flatten(0, 1)), (cache.v, v.flatten(0, 1))):
-        instead = torch.where(any_there, new.index_select(0, first), rows_of.index_select(0, row))
-        rows_of[rows] = torch.where(there[:, None, None], new, instead)
+def _capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offsets: Tensor, moving: bool) -> Tensor:
-    """x (B, S, H, D) turned at positions offsets + row, or all at `offsets` where not `moving`."""
-    if moving:
-        return _rotary.turn(x, *_rotary.rows(x, cos, sin, offsets), interleaved)
-    return _rotary.turn(x, *_rotary.rows(x[:, :1], cos, sin, offsets), interleaved)
-
-
-@dataclass(frozen=True)
-class Visible:
-    """Positions [begin, end) that each query row sees, (B, Sq) int64."""
-
-    begin: Tensor
-    end: Tensor
-
-
-def visible(
-    first: Tensor, length: Tensor, seqlen_q: int, causal: bool, window_size: tuple[int, int]
-) -> Visible:
-    """Row o of a sequence with keys [first, length) stands at length - Sq + o."""
-    left, right = window_size[0], 0 if causal else window_size[1]
-    position = length[:, None] - seqlen_q + torch.arange(seqlen_q, device=length.device)
-    begin = first[:, None].expand_as(position)
-    end = length[:, None].expand_as(position)
-    if left >= 0:
-        begin = torch.maximum(begin, position - left)
-    if right >= 0:
-        end = torch.minimum(end, position + right + 1)
-    return Visible(begin, torch.maximum(begin, end))
-
-
-def choose_splits(batch: int, num_heads_k: int, capacity: int, num_units: int) -> int:
-    """Parts of every sequence's keys: as many as fill the GPU twice, none shorter than 256 keys."""
-    wanted = -(-2 * num_units // max(batch * num_heads_k, 1))
-    return max(1, min(wanted, capacity // _MIN_SPLIT_KEYS, 128))
-
-
-def _segments(cache: Cache, rows: Visible, num_parts: int, part: int, group: int) -> Tensor:
-    """A segment for each (sequence, part of its keys, query row), `group` query heads each: (S, 6) int32."""
-    begin = torch.arange(num_parts, device=rows.begin.device)[:, None] * part
-    low = torch.maximum(rows.begin[:, None, :], begin)
-    high = torch.minimum(rows.end[:, None, :], begin + part)
-    length = (high - low).clamp(min=0)
-    if cache.pages is None:
-        start = cache.base[:, None, None] + low
-    else:
-        start = cache.pages[:, :, None] * cache.page_size + (low - begin)
-    start = torch.where(length > 0, start, 0).flatten()
-    q_begin = torch.arange(start.numel(), device=start.device) * group
-    zero = torch.zeros_like(start)
-    columns = (q_begin, q_begin + group, start, start + length.flatten(), zero, zero)
-    return torch.stack(columns, 1).int()
-
-
-# cache_seqlens -> key, segments and plan, the tensors of the key: for the layers of a step
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _remembered(seqlens: Any, others: tuple[Any, ...], numbers: tuple[Any, ...], make: Any) -> Any:
-    """make(), or what it gave for the same tensors in the same state."""
-    if torch.compiler.is_compiling():
-        return make()
-    tensors = [x for x in (seqlens, *others) if x is not None]
-    plain = all(type(x) is Tensor and not x.is_inference() for x in tensors)
-    capturing = seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not plain or not seqlens.is_cuda or capturing:
-        return make()
-    stream = torch.cuda.current_stream(seqlens.device).cuda_stream
-    key = (*numbers, stream, *((id(x), x._version) if x is not None else None for x in (seqlens, *others)))
-    found = _known.get(seqlens)
-    if found is None or found[0] != key:
-        found = _known[seqlens] = (key, make(), others)
-    return found[1]
-
-
-def _run(
-    q: Tensor, cache: Cache, segments: Tensor, plan: list[Tensor], options: Any
-) -> tuple[Tensor, Tensor]:
-    """The op on rows q (rows, heads, D): out (rows, heads, Dv), lse (heads, rows)."""
-    padded, padded_v = op_head_dims(q, cache.v)
-    q, k = unit_stride_rows(q, padded), unit_stride_rows(cache.k, padded)
-    v = unit_stride_rows(cache.v, padded_v)
-    scale, causal, window, softcap, max_seqlen_q = options
-    out, lse = torch.ops.flash_attn.fwd(
-        q, k, v, k, v, segments, None, plan, max_seqlen_q, 0, scale, causal, *window, softcap, False
-    )
-    return out[..., : cache.v.shape[-1]], lse
-
-
-def _plan(q: Tensor, cache: Cache, segments: Tensor, causal: bool, window: tuple[int, int]) -> list[Tensor]:
-    return _ops.plan_tables(
-        segments, q.shape[0], cache.k.shape[0], cache.k.shape[0], 0, num_heads_k=cache.k.shape[1],
-        head_dim=kernel_head_dim(q.shape[-1]), dtype=q.dtype, causal=causal, window_size=window,
-        forward_only=True,
-    )  # fmt: skip
-
-
-def few_queries(
-    q: Tensor,
-    cache: Cache,
-    seen: Visible,
-    key: tuple[Any, ...],
-    scale: float,
-    softcap: float,
-    num_splits: int,
-) -> tuple[Tensor, Tensor]:
-    """Split-KV: q (B, Sq, H, D) -> out (B, Sq, H, Dv), lse (B, H, Sq)."""
-    batch, seqlen_q, num_heads, head_dim = q.shape
-    num_heads_k = cache.k.shape[1]
-    group = num_heads // num_heads_k
-    if cache.pages is not None:
-        parts, part = cache.pages.shape[1], cache.page_size
-    else:
-        num_units = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        parts = num_splits or choose_splits(batch, num_heads_k, cache.capacity, num_units)
-        part = -(-cache.capacity // parts)
-    # (B, parts, Sq, heads of a group, Hk, D): the heads of a group are rows that see the same keys.
-    packed = q.unflatten(2, (num_heads_k, group)).transpose(2, 3)[:, None]
-    packed = packed.expand(batch, parts, seqlen_q, group, num_heads_k, head_dim)
-    rows = packed.reshape(-1, num_heads_k, head_dim)
-
-    def tables() -> tuple[Tensor, list[Tensor]]:
-        segments = _segments(cache, seen, parts, part, group)
-        return segments, _plan(rows, cache, segments, False, (-1, -1))
-
-    seqlens, others = key[0], key[1]
-    numbers = (parts, part, group, q.shape, q.dtype, cache.k.shape, *key[2:])
-    segments, plan = _remembered(seqlens, others, numbers, tables)
-    out, lse = _run(rows, cache, segments, plan, (scale, False, (-1, -1), softcap, group))
-    shape = (batch, parts, seqlen_q, group, num_heads_k)
-    out, lse = out.unflatten(0, shape[:-1]), lse.t().unflatten(0, shape[:-1])
-    merged = lse.logsumexp(1)
-    if parts == 1:
-        out = out[:, 0]
-    else:
-        weight = (lse - merged[:, None]).exp().masked_fill((merged == -torch.inf)[:, None], 0.0)
-        out = (out * weight[..., None]).sum(1).to(q.dtype)
-    out = out.transpose(2, 3).flatten(2, 3)
-    return out, merged.permute(0, 3, 2, 1).flatten(1, 2)
-
-
-def many_queries(
-    q: Tensor, cache: Cache, first: Tensor, length: Tensor, scale: float, causal: bool,
-    window_size: tuple[int, int], softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Prefill: one segment a sequence. Pages are gathered first."""
-    batch, seqlen_q = q.shape[:2]
-    if cache.pages is not None:
-        pages = cache.pages.flatten()
-        k = cache.k.unflatten(0, (-1, cache.page_size))[pages].flatten(0, 1)
-        v = cache.v.unflatten(0, (-1, cache.page_size))[pages].flatten(0, 1)
-        base = torch.arange(batch, device=q.device) * cache.capacity
-        cache = Cache(k, v, cache.capacity, base, None, cache.capacity)
-    q_begin = torch.arange(batch, device=q.device) * seqlen_q
-    zero = torch.zeros_like(q_begin)
-    columns = (q_begin, q_begin + seqlen_q, cache.base + first, cache.base + length, zero, zero)
-    segments = torch.stack(columns, 1).int()
-    rows = q.flatten(0, 1)
-    plan = _plan(rows, cache, segments, causal, window_size)
-    out, lse = _run(rows, cache, segments, plan, (scale, causal, window_size, softcap, seqlen_q))
-    return out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-
-
-def with_alibi(
-    q: Tensor, cache: Cache, first: Tensor, length: Tensor, slopes: Tensor, scale: float, causal: bool,
-    window_size: tuple[int, int], softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Through the op with ALiBi, which knows no contexts: the caches are gathered first."""
-    batch, seqlen_q = q.shape[:2]
-    rows = cache.row(torch.arange(cache.capacity, device=q.device).expand(batch, -1)).flatten()
-    padded, padded_v = op_head_dims(q, cache.v)
-    k, v = unit_stride_rows(cache.k[rows], padded), unit_stride_rows(cache.v[rows], padded_v)
-    sequence = torch.arange(batch, device=q.device)
-    q_begin, k_begin, zero = sequence * seqlen_q, sequence * cache.capacity, torch.zeros_like(sequence)
-    columns = (q_begin, q_begin + seqlen_q, zero, zero, k_begin + first, k_begin + length)
-    out, lse = torch.ops.flash_attn.fwd_extras(
-        unit_stride_rows(q.flatten(0, 1), padded), k, v, torch.stack(columns, 1).int(), seqlen_q,
-        cache.capacity, scale, causal, *window_size, softcap, False, slopes, 0.0, None,
-    )  # fmt: skip
-    out = out[..., : cache.v.shape[-1]].unflatten(0, (batch, seqlen_q))
-    return out, lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-
-
-def _lse_shift(
-    slopes: Tensor, first: Tensor, length: Tensor, capacity: int, seqlen_q: int, causal: bool,
-    window_size: tuple[int, int],
-) -> Tensor | float:  # fmt: skip
+def _lse_shift(call: Call, slopes: Tensor, first: Tensor, length: Tensor) -> Tensor | float:
     """What flash-attn's lse (B, H, Sq) has more than log sum exp S (`_calls.public_lse_shift`)."""
-    left, right = window_size[0], 0 if causal else window_size[1]
-    if right != 0 or 0 <= left < capacity:
+    (left, right), seqlen_q = _reach(call), call.q.shape[1]
+    if (0 if call.causal else right) != 0 or 0 <= left < call.capacity:
         return 0.0
     row = torch.arange(seqlen_q, device=slopes.device)
     position = (length - first)[:, None] - seqlen_q + row
@@ -305,73 +91,70 @@ def with_kvcache(
     _kvcache_checks.shapes(q, k_cache, v_cache, k, v, block_table)
     _kvcache_checks.indices(q, k_cache.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     checks.options(0.0, softcap, window_size)
-    slopes = checks.alibi_slopes(alibi_slopes, q, q.shape[0])
-    causal, num_splits = checks.flag("causal", causal), checks.length("num_splits", num_splits)
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise ValueError("rotary_cos and rotary_sin must be given together")
-    if rotary_cos is not None and k is None:
-        raise ValueError("rotary_cos must come with k and v: what is in the cache has been rotated")
-    scale = scale_of(softmax_scale, q)
-
-    window = (int(window_size[0]), int(window_size[1]))
-    batch, seqlen_q, num_heads, _ = q.shape
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    added = k.shape[1] if k is not None else 0
-    if rotary_cos is not None and rotary_sin is not None:
-        _kvcache_checks.tables(rotary_cos, rotary_sin, q, capacity)
-    moving = causal or window[0] >= 0 or window[1] >= 0
-    # Sides that reach past every key: unlimited, and no number that the kernels' int32 cannot hold.
-    window = (
-        -1 if window[0] >= capacity + seqlen_q else window[0],
-        -1 if window[1] >= capacity + seqlen_q else window[1],
-    )
+    capacity = _capacity(k_cache, block_table)
+    _kvcache_checks.rotary(rotary_cos, rotary_sin, k, q, capacity)
+    call = Call(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved,
+        _kvcache_checks.seqlens(cache_seqlens, capacity), cache_batch_idx, cache_leftpad, block_table,
+        scale_of(softmax_scale, q), checks.flag("causal", causal), (int(window_size[0]), int(window_size[1])),
+        float(softcap), checks.alibi_slopes(alibi_slopes, q, q.shape[0]),
+        _kvcache_checks.num_splits(num_splits),
+    )  # fmt: skip
     on_kernels = _decode.usable(q, k_cache, v_cache, block_table)
-    if on_kernels and not checks.values_are_read(q):
-        before = first = length = None
-        if not isinstance(cache_seqlens, Tensor):
-            _kvcache_checks.length(capacity if cache_seqlens is None else cache_seqlens, added, capacity)
-    else:
-        before = seqlens_of(cache_seqlens, batch, capacity, q.device)
-        first = torch.zeros_like(before) if cache_leftpad is None else cache_leftpad.long()
-        length = before + added
+    if not on_kernels or checks.values_are_read(q):
+        before, first, length = call.lengths()
         _kvcache_checks.lengths(before, length, capacity, first)
         _kvcache_checks.places(cache_batch_idx, block_table, k_cache.shape[0], k_cache.shape[1], length)
-    if on_kernels:
-        in_cache = capacity if cache_seqlens is None else cache_seqlens
-        seqlens, number = (in_cache, 0) if isinstance(in_cache, Tensor) else (None, int(in_cache))
-        rotary = None
-        if rotary_cos is not None and rotary_sin is not None:
-            rotary = _decode.Rotary(rotary_cos, rotary_sin, rotary_interleaved, moving, number)
-        keys = _decode.Keys(
-            k_cache, v_cache, seqlens, number + added, cache_leftpad, cache_batch_idx, block_table,
-            (window[0], 0 if causal else window[1]), slopes,
-        )  # fmt: skip
-        if k is not None and v is not None:
-            _decode.append(keys, k, v, rotary)
-        out, lse = _decode.decode(q, keys, scale, float(softcap), num_splits, rotary=rotary)
-        if slopes is not None:
-            before = seqlens_of(cache_seqlens, batch, capacity, q.device)
-            first = torch.zeros_like(before) if cache_leftpad is None else cache_leftpad.long()
-            lse = lse + _lse_shift(slopes, first, before + added, capacity, seqlen_q, causal, window)
-        return out, lse
+    elif not isinstance(call.seqlens, Tensor):
+        _kvcache_checks.length(call.seqlens, call.added, capacity)
+    return _on_kernels(call) if on_kernels else _through_the_op(call)
 
-    assert before is not None and first is not None and length is not None
-    cache = open_cache(k_cache, v_cache, batch, cache_batch_idx, block_table)
-    if rotary_cos is not None and rotary_sin is not None and k is not None:
-        tables = rotary_cos, rotary_sin, rotary_interleaved, before
-        q, k = rotate(q, *tables, moving), rotate(k, *tables, True)
-    if k is not None and v is not None:
-        append(cache, k, v, before)
+
+def _reach(call: Call) -> tuple[int, int]:
+    """The window as the kernels' int32 holds it: sides that reach past every key are unlimited."""
+    most = call.capacity + call.q.shape[1]
+    left, right = (-1 if side >= most else side for side in call.window)
+    return left, right
+
+
+def _on_kernels(call: Call) -> tuple[Tensor, Tensor]:
+    window, rotary = _reach(call), None
+    seqlens, number = (call.seqlens, 0) if isinstance(call.seqlens, Tensor) else (None, call.seqlens)
+    if call.cos is not None and call.sin is not None:
+        rotary = _decode.Rotary(call.cos, call.sin, call.interleaved, call.moving, number)
+    keys = _decode.Keys(
+        call.k_cache, call.v_cache, seqlens, number + call.added, call.leftpad, call.batch_idx,
+        call.block_table, (window[0], 0 if call.causal else window[1]), call.slopes,
+    )  # fmt: skip
+    if call.k is not None and call.v is not None:
+        _decode.append(keys, call.k, call.v, rotary)
+    out, lse = _decode.decode(call.q, keys, call.scale, call.softcap, call.num_splits, rotary=rotary)
+    if call.slopes is not None:
+        _, first, length = call.lengths()
+        lse = lse + _lse_shift(call, call.slopes, first, length)
+    return out, lse
+
+
+def _through_the_op(call: Call) -> tuple[Tensor, Tensor]:
+    q, k, window = call.q, call.k, _reach(call)
+    before, first, length = call.lengths()
+    cache = _kvcache_op.open_cache(call.k_cache, call.v_cache, q.shape[0], call.batch_idx, call.block_table)
+    if call.cos is not None and call.sin is not None and k is not None:
+        tables = call.cos, call.sin, call.interleaved, before
+        q, k = _kvcache_op.rotate(q, *tables, call.moving), _kvcache_op.rotate(k, *tables, True)
+    if k is not None and call.v is not None:
+        _kvcache_op.append(cache, k, call.v, before)
     length = length.clamp(0, cache.capacity)
     first = torch.minimum(first.clamp(min=0), length)
 
-    if slopes is not None:
-        out, lse = with_alibi(q, cache, first, length, slopes, scale, causal, window, float(softcap))
-        return out, lse + _lse_shift(slopes, first, length, capacity, seqlen_q, causal, window)
-    if seqlen_q * (num_heads // cache.k.shape[1]) > _MAX_PACKED_ROWS:
-        return many_queries(q, cache, first, length, scale, causal, window, float(softcap))
-    seen = visible(first, length, seqlen_q, causal, window)
-    source = cache_seqlens if isinstance(cache_seqlens, Tensor) else before
-    others, memory = (cache_batch_idx, cache_leftpad, block_table), (k_cache.shape[0], k_cache.stride(0))
-    key = (source, others, added, causal, window, cache.capacity, memory)
-    return few_queries(q, cache, seen, key, scale, float(softcap), num_splits)
+    options = call.scale, call.causal, window, call.softcap
+    if call.slopes is not None:
+        out, lse = _kvcache_op.with_alibi(q, cache, first, length, call.slopes, *options)
+        return out, lse + _lse_shift(call, call.slopes, first, length)
+    if q.shape[1] * (q.shape[2] // cache.k.shape[1]) > _kvcache_op.MAX_PACKED_ROWS:
+        return _kvcache_op.many_queries(q, cache, first, length, *options)
+    seen = _kvcache_op.visible(first, length, q.shape[1], call.causal, window)
+    source = call.seqlens if isinstance(call.seqlens, Tensor) else before
+    others, memory = (call.batch_idx, call.leftpad, call.block_table), call.k_cache.stride(0)
+    key = (source, others, call.added, call.causal, window, cache.capacity, (call.k_cache.shape[0], memory))
+    return _kvcache_op.few_queries(q, cache, seen, key, call.scale, call.softcap, call.num_splits)

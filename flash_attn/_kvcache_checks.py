@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -17,6 +18,24 @@ def length(before: int, added: int, capacity: int) -> None:
             f"cache_seqlens plus the new keys must be within the cache's {capacity} rows, "
             f"got {before} + {added}"
         )
+
+
+def seqlens(x: Any, capacity: int) -> int | Tensor:
+    """cache_seqlens: a tensor as it is, a number of any integer kind as an int; None: the whole cache."""
+    if x is None:
+        return capacity
+    return x if isinstance(x, Tensor | int | torch.SymInt) else operator.index(x)  # type: ignore[return-value]
+
+
+MAX_SPLITS = 128
+
+
+def num_splits(x: Any) -> int:
+    """Parts of the keys; 0: as many as fill the GPU."""
+    number = checks.length("num_splits", x)
+    if number > MAX_SPLITS:
+        raise ValueError(f"num_splits must be at most {MAX_SPLITS} (0: chosen), got {number}")
+    return number
 
 
 def lengths(before: Tensor, length: Tensor, capacity: int, first: Tensor) -> None:
@@ -72,6 +91,8 @@ def shapes(
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+    if k_cache.shape[0] == 0 and q.dim() == 4 and q.shape[0] > 0:
+        raise ValueError(f"k_cache must have a {'page' if paged else 'sequence'}, got {list(k_cache.shape)}")
     one = min(q.shape[0], 1) if q.dim() == 4 else 1  # sequences of the cache need not be those of q
     first = (q[:one] if q.dim() == 4 else q, k_cache[:one], v_cache[:one])
     checks.qkv(*first, 4, ("q", "k_cache", "v_cache"))
@@ -93,6 +114,11 @@ def shapes(
             )
     if k is None or v is None:
         return
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if k.shape[1] and x.shape[0] > 1 and x.stride(0) == 0:
+            raise ValueError(
+                f"{name} must have memory for each sequence to append to, got strides {x.stride()}"
+            )
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"v must have k's {k.shape[1]} rows, got {v.shape[1]}")
     for name, new in (("k", k), ("v", v)):
@@ -100,6 +126,13 @@ def shapes(
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {new.dtype}")
         if new.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {new.device}")
+
+
+def is_number(x: Any) -> bool:
+    """Whether x is one integer, Python's or NumPy's, and no tensor (reading one may wait for the GPU)."""
+    if isinstance(x, int | torch.SymInt):
+        return True
+    return not isinstance(x, Tensor) and hasattr(x, "__index__") and getattr(x, "ndim", 0) == 0
 
 
 def index(name: str, x: Any, form: str, count: int, device: torch.device) -> None:
@@ -122,7 +155,7 @@ def indices(
         ("cache_batch_idx", batch_idx),
         ("cache_leftpad", leftpad),
     ):
-        if x is None or (name == "cache_seqlens" and isinstance(x, int)):
+        if x is None or (name == "cache_seqlens" and is_number(x)):
             continue
         index(name, x, "batch", batch, q.device)
     if block_table is None:
@@ -138,6 +171,18 @@ def indices(
         raise TypeError(f"block_table must be an int32 tensor, got {kind}")
     if block_table.dim() != 2 or block_table.shape[0] != batch:
         raise ValueError(f"block_table must be (batch, pages) = [{batch}, *], got {list(block_table.shape)}")
+    if block_table.device != q.device:
+        raise ValueError(f"block_table must be on q's device {q.device}, got {block_table.device}")
+
+
+def rotary(cos: Any, sin: Any, k: Tensor | None, q: Tensor, capacity: int) -> None:
+    if (cos is None) != (sin is None):
+        raise ValueError("rotary_cos and rotary_sin must be given together")
+    if cos is None:
+        return
+    if k is None:
+        raise ValueError("rotary_cos must come with k and v: what is in the cache has been rotated")
+    tables(cos, sin, q, capacity)
 
 
 def tables(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn import _decode, _kvcache, _kvcache_checks, checks
+from flash_attn import _decode, _kvcache, _kvcache_checks, _kvcache_op, checks
 from flash_attn._calls import scale_of
 
 
@@ -64,10 +64,10 @@ def with_kvcache(
     _kvcache_checks.indices(q, k_cache.shape[0], cache_seqlens, None, None, None)
     _check_prompts(q, k_prompt, v_prompt, k_cache, v_cache)
     checks.options(0.0, softcap)
-    causal, num_splits = checks.flag("causal", causal), checks.length("num_splits", num_splits)
+    causal, num_splits = checks.flag("causal", causal), _kvcache_checks.num_splits(num_splits)
     batch, seqlen_q = q.shape[:2]
     num_prompts, longest = k_prompt.shape[:2]
-    if not (prompt_seqlens is None or isinstance(prompt_seqlens, int)):
+    if not (prompt_seqlens is None or _kvcache_checks.is_number(prompt_seqlens)):
         _kvcache_checks.index("prompt_seqlens", prompt_seqlens, "num_prompts", num_prompts, q.device)
     before = _kvcache.seqlens_of(cache_seqlens, batch, k_cache.shape[1], q.device)
     prompt_lens = _kvcache.seqlens_of(prompt_seqlens, num_prompts, longest, q.device)
@@ -77,7 +77,7 @@ def with_kvcache(
         _kvcache_checks.tables(rotary_cos, rotary_sin, q, longest + k_cache.shape[1])
         places = prompt_lens.repeat_interleave(batch // num_prompts, output_size=batch) + before
         tables = rotary_cos, rotary_sin, rotary_interleaved, places
-        q, k = _kvcache.rotate(q, *tables, causal), _kvcache.rotate(k, *tables, True)
+        q, k = _kvcache_op.rotate(q, *tables, causal), _kvcache_op.rotate(k, *tables, True)
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError("rotary_cos and rotary_sin must be given together, with k and v")
     scale, softcap = scale_of(softmax_scale, q), float(softcap)

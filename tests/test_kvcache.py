@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn import _kvcache, _kvcache_checks, checks, flash_attn_func, flash_attn_with_kvcache
-from flash_attn._kvcache import choose_splits
+from flash_attn import (
+    _kvcache,
+    _kvcache_checks,
+    _kvcache_op,
+    checks,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn._kvcache_op import choose_splits
 from flash_attn.layers.rotary import apply_rotary_emb
 
 B, CAPACITY, H, HK, D = 3, 24, 4, 2, 8
@@ -207,6 +215,24 @@ def test_lengths_as_int_and_none() -> None:
         check(got, expected(x["q"], *rows))
 
 
+@pytest.mark.parametrize("make", [np.int64, np.int32, np.array])
+def test_a_number_of_numpy_is_a_length(make: Any) -> None:
+    x = tensors(1)
+    assert torch.equal(
+        flash_attn_with_kvcache(**x, cache_seqlens=make(7)), flash_attn_with_kvcache(**x, cache_seqlens=7)
+    )
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_one_cache_expanded_to_all_sequences_is_read(seqlen_q: int) -> None:
+    x = tensors(seqlen_q)
+    for name in ("k_cache", "v_cache"):
+        x[name] = x[name][:1].expand(B, -1, -1, -1)
+    got = flash_attn_with_kvcache(**x, cache_seqlens=ints(B) + 7, return_softmax_lse=True, causal=True)
+    rows = [[x[name][b, :7] for b in range(B)] for name in ("k_cache", "v_cache")]
+    check(got, expected(x["q"], *rows, causal=True))
+
+
 def test_a_slice_of_a_longer_cache_is_written_in_place() -> None:
     x = tensors(1, 2)
     whole = {n: torch.randn(B, 2 * CAPACITY, HK, D, dtype=torch.float64) for n in "kv"}
@@ -266,6 +292,20 @@ WRONG = [
         "block_table cannot be combined with cache_batch_idx or cache_leftpad",
     ),
     ({"num_splits": -1}, ValueError, "num_splits must be >= 0, got -1"),
+    ({"num_splits": 129}, ValueError, r"num_splits must be at most 128 \(0: chosen\), got 129"),
+    ({"cache_seqlens": 5.0}, TypeError, "cache_seqlens must be an int32 tensor, got float"),
+    (
+        {"k_cache": torch.zeros(0, 8, HK, D), "v_cache": torch.zeros(0, 8, HK, D), "block_table": ints(3, 1)},
+        ValueError,
+        r"k_cache must have a page, got \[0, 8, 2, 8\]",
+    ),
+    ({"k_cache": torch.zeros(0, 8, HK, D)}, ValueError, r"k_cache must have a sequence, got \[0, 8, 2, 8\]"),
+    (
+        {"k_cache": torch.zeros(1, 24, HK, D, dtype=torch.float64).expand(3, -1, -1, -1)},
+        ValueError,
+        r"k_cache must have memory for each sequence to append to, got strides \(0, 16, 8, 1\)",
+    ),
+    ({"block_table": ints(3, 1).to("meta")}, ValueError, "block_table must be on q's device cpu, got meta"),
     ({"q": None}, TypeError, "q must be a tensor, got NoneType"),
     ({"cache_seqlens": -1}, ValueError, r"within the cache's 24 rows, got \[1, 1, 1\]"),
     (
@@ -342,7 +382,9 @@ def test_caches_of_other_strides_are_not_taken_for_each_other(monkeypatch: pytes
     """Three sequences, or two with a gap: as many rows, which are remembered by what they are made of."""
     known: dict[Any, Any] = {}
     monkeypatch.setattr(
-        _kvcache, "_remembered", lambda *key_and_make: known.setdefault(key_and_make[:3], key_and_make[3]())
+        _kvcache_op,
+        "_remembered",
+        lambda *key_and_make: known.setdefault(key_and_make[:3], key_and_make[3]()),
     )
     whole = tensors(1, blocks=3, length=10)
     index, lengths = ints(3) + 1, ints(3) + 7
@@ -362,8 +404,8 @@ def test_windows_past_every_key_are_unlimited(
     q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 20, 2, 8), torch.randn(2, 20, 2, 8)
     lengths = torch.tensor([20, 7], dtype=torch.int32)
     sides: list[tuple[int, int]] = []
-    visible = _kvcache.visible
-    monkeypatch.setattr(_kvcache, "visible", lambda *a: sides.append(a[-1]) or visible(*a))
+    visible = _kvcache_op.visible
+    monkeypatch.setattr(_kvcache_op, "visible", lambda *a: sides.append(a[-1]) or visible(*a))
     found = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, window_size=window_size)
     assert sides == [(-1, 0 if window_size[1] == 0 else -1)]
     right = 0 if window_size[1] == 0 else -1
