@@ -2,7 +2,7 @@
 
 Bytes are what counts: few query rows read every key and value once. Splits of the keys fill the GPU; each
 sequence is cut by its own length, which stays on the GPU, so a call never waits and a CUDA graph of it holds
-for later lengths. Called by _kvcache.py where Triton is installed; without it the op decodes (_kvcache.py).
+for later lengths. Called by _kvcache.py where Triton is installed; without it the op decodes.
 """
 
 from __future__ import annotations

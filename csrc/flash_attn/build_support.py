@@ -140,7 +140,7 @@ def find_nvcc(env: Mapping[str, str] = os.environ) -> tuple[str, Path]:
             top = re.search(r"^#\$ TOP=(.*)$", out, re.MULTILINE)
             return str(nvcc), Path(top[1]).resolve() if top else nvcc.resolve().parents[1]
     raise BuildError(
-        "nvcc was not found (CUDA_HOME, PATH, nvidia-cuda-nvcc wheel). Install a CUDA toolkit >= 12.3, or "
+        "nvcc was not found (CUDA_HOME, PATH, nvidia-cuda-nvcc wheel). Install a CUDA toolkit >= 12.4, or "
         "set FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE for the Python part (CPU, and torch's own GPU kernels)"
     )
 
