@@ -17,6 +17,7 @@ from flash_attn import (
     flash_attn_with_kvcache,
     reference,
 )
+from flash_attn._calls import varlen_segments
 from flash_attn.layers.rotary import apply_rotary_emb
 
 
@@ -197,6 +198,22 @@ def test_alibi(path: int, causal: bool) -> None:
         out, lse, _ = flash_attn_func(*(y.double().cpu() for y in rows), **options)
         torch.testing.assert_close(got[0][b].cpu().double(), out[0], rtol=2**-6, atol=2**-7)
         torch.testing.assert_close(got[1][b].cpu().double(), lse[0], rtol=1e-4, atol=1e-4)
+
+
+def test_tables_of_lengths_are_of_the_stream_that_made_them(path: int) -> None:
+    """Another stream might read a table that this one has yet to write: it makes its own."""
+    cu_seqlens = torch.tensor([0, 5, 9], dtype=torch.int32, device=CUDA)
+    here = varlen_segments(cu_seqlens, cu_seqlens)
+    assert varlen_segments(cu_seqlens, cu_seqlens) is here
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        there = varlen_segments(cu_seqlens, cu_seqlens)
+        assert varlen_segments(cu_seqlens, cu_seqlens) is there
+    torch.cuda.current_stream().wait_stream(stream)
+    assert there is not here and torch.equal(there, here)
+    cu_seqlens[1] = 4
+    assert varlen_segments(cu_seqlens, cu_seqlens)[0].tolist() == [0, 4, 0, 0, 0, 4]
 
 
 @pytest.mark.multi_gpu
