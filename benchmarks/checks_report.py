@@ -29,7 +29,10 @@ def gpu_tests(report: dict[str, Any], markdown_table: Table) -> str:
     seconds = f"; {report['seconds']:.0f} s" if "seconds" in report else ""
     note = f" {report['note']}" if report.get("note") else ""
     where = f"{report['gpu']}, CUDA {report['cuda']}, torch {report['torch']}, Python {report['python']}"
-    where += f", commit {report['commit'][:12]}; {what}{seconds}.{note}"
+    where += f", commit {report['commit'][:12]}"
+    if report.get("library") not in (None, report["commit"][:12]):
+        where += f" with the library of {report['library']}"
+    where += f"; {what}{seconds}.{note}"
     return f"""\
 {textwrap.fill(where, 110)}
 
