@@ -30,6 +30,35 @@ def all_to_all(
     return received, Pending(work, send)
 
 
+_WORDS = (torch.complex128, torch.int64, torch.int32)  # of 16, 8 and 4 bytes: bits, not values
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+)  # of 16, 8 and 4 bytes; copies do not look at the values
+
+
+def copy_words(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target.copy_(source)` of tensors of one dtype and shape in the widest words that their strides allow.
+
+    Copies between strided tensors go element by element on GPUs: for bf16 that is several times slower than
+    memory.
+    """
+    for word in _WORDS:
+        ratio = word.itemsize // target.element_size()
+        if ratio > 1 and _divides(target, ratio) and _divides(source, ratio):
+            target.view(word).copy_(source.view(word))
+            return
+    target.copy_(source)
+
+
+def _divides(x: torch.Tensor, ratio: int) -> bool:
+    """Whether `x` can be viewed in words of `ratio` elements."""
+    strides, offset = x.stride(), x.storage_offset()
+    if not strides or strides[-1] != 1:
+        return False
+    return all(n % ratio == 0 for n in (x.shape[-1], offset, *strides[:-1]))
+
+
 class Pending:
     """A collective that was started, and the tensor it reads."""
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn.shared_prompt._exchange import all_to_all
+from flash_attn.shared_prompt._exchange import all_to_all, copy_words
 from flash_attn.shared_prompt._sharded_layout import ShardedLayout
 
 
@@ -59,7 +59,7 @@ def _deal(target: torch.Tensor, x: torch.Tensor, heads: Heads, repeat: int) -> N
     if repeat > 1:
         x = x.unsqueeze(2).expand(-1, -1, repeat, -1).flatten(1, 2)
     parts = x.reshape(num_rows, heads.num_ranks, heads.num_chunks, target.shape[3])
-    target.copy_(parts.permute(2, 1, 0, 3))
+    copy_words(target, parts.permute(2, 1, 0, 3))
 
 
 def _collect(parts: Sequence[torch.Tensor], num_rows: int, head_dim: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def _collect(parts: Sequence[torch.Tensor], num_rows: int, head_dim: int) -> tor
     ranks, own_rows, width = parts[0].shape
     whole = parts[0].new_empty(num_rows, ranks, len(parts), width)
     for chunk, part in enumerate(parts):
-        whole[:own_rows, :, chunk].copy_(part.transpose(0, 1))
+        copy_words(whole[:own_rows, :, chunk], part.transpose(0, 1))
     whole[own_rows:].zero_()
     return whole.view(num_rows, ranks * len(parts) * width // head_dim, head_dim)
 
