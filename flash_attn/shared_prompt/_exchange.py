@@ -31,10 +31,6 @@ def all_to_all(
 
 
 _WORDS = (torch.complex128, torch.int64, torch.int32)  # of 16, 8 and 4 bytes: bits, not values
-    torch.complex128,
-    torch.int64,
-    torch.int32,
-)  # of 16, 8 and 4 bytes; copies do not look at the values
 
 
 def copy_words(target: torch.Tensor, source: torch.Tensor) -> None:
