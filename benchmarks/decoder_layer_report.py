@@ -1,16 +1,17 @@
 """Tables and plot of what decoder_layer.py wrote; report.py puts them into benchmarks/README.md.
 
-Memory law: peak GiB = base + slope x rows in the layer, by least squares over a provider's cells. rho, the
-token ratio: replicated over packed rows, of the lengths drawn and as N (P + R) / (P + N R) predicts.
+Memory law: peak GiB = base + slope x rows in the layer (+ slope x N P where the prompt's keys are copied for
+each response), by least squares of the relative deviation over a provider's cells. rho, the token ratio:
+replicated over packed rows, of the lengths drawn and as N (P + R) / (P + N R) predicts.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from attention_report import machine_of
 from plotting import pyplot
 
@@ -18,6 +19,7 @@ Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 Cells = dict[tuple[int, int], dict[str, dict[str, Any]]]
 OURS, BASE = "ours", "fa2-replicated"
+GATHERED = ("gather-varlen", "prefix-grouper")  # which copy the prompt's keys and values
 MEAN_LENGTH = (131 + 2048) / 2
 
 
@@ -95,16 +97,27 @@ def frontier(cells: Cells) -> list[tuple[str, ...]]:
     return lines
 
 
-def memory_law(rows: Rows, provider: str) -> tuple[float, float, float] | None:
-    """GiB at no rows, KiB a row, largest relative deviation."""
-    points = [
-        (row["rows"], row["peak_gib"]) for row in rows if row["provider"] == provider and row.get("peak_gib")
-    ]
-    if len({x for x, _ in points}) < 3:
+def memory_law(rows: Rows, provider: str) -> tuple[float, float, float, float] | None:
+    """GiB at no rows, KiB a row in the layer, KiB a copied prompt row, largest relative deviation."""
+    own = [row for row in rows if row["provider"] == provider and row.get("peak_gib")]
+    if len({row["rows"] for row in own}) < 4:
         return None
-    slope, base = statistics.linear_regression(*zip(*points, strict=True))
-    worst = max(abs(base + slope * x - y) / y for x, y in points)
-    return base, slope * 2**20, worst
+    peaks = np.array([row["peak_gib"] for row in own])
+    copies = [row["case"]["P"] * row["case"]["mb"] for row in own]
+    columns = [np.ones(len(own)), [row["rows"] for row in own], copies]
+    if provider not in GATHERED:  # their rows hold the copies, or there are none
+        columns.pop()
+    factors = np.stack(columns, 1).astype(float) / peaks[:, None]
+    found = np.linalg.lstsq(factors, np.ones(len(own)), rcond=None)[0]  # relative deviations
+    worst = float(abs(factors @ found - 1).max())
+    base, slope, copy = (*found, 0.0)[:3]
+    return float(base), float(slope) * 2**20, float(copy) * 2**20, worst
+
+
+def law_text(law: tuple[float, float, float, float]) -> str:
+    base, slope, copy, worst = law
+    copied = f" + {copy:.1f} KiB a copied prompt row" if copy else ""
+    return f"{base:.1f} GiB + {slope:.0f} KiB a row{copied} (within {worst:.0%})"
 
 
 def memory_text(rows: Rows, cells: Cells, table: Table) -> str:
@@ -118,7 +131,7 @@ def memory_text(rows: Rows, cells: Cells, table: Table) -> str:
         law = memory_law(rows, name)
         assert law is not None
         known = [f"{v['peak_gib']:.1f}" if v.get("peak_gib") else milliseconds(v) for v in values]
-        lines.append((name, *known, f"{law[0]:.1f} GiB + {law[1]:.0f} KiB a row (within {law[2]:.0%})"))
+        lines.append((name, *known, law_text(law)))
     measured, predicted = [], []
     for prompt in prompts:
         case = cells[prompt, count][next(iter(cells[prompt, count]))]["case"]

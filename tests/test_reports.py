@@ -133,6 +133,20 @@ def test_layer_says_who_wins_and_where_memory_ends(tmp_path):
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_memory_law_of_copied_keys():
+    """1 GiB + 64 KiB a row + 8 KiB for every copy of a prompt row."""
+    rows = [
+        row | {"provider": "gather-varlen", "peak_gib": row["peak_gib"] + 8 * 2**-20 * c["P"] * c["mb"]}
+        for row in layer_rows()
+        if row["provider"] == "ours" and (c := row["case"])
+    ]
+    law = decoder_layer_report.memory_law(rows, "gather-varlen")
+    assert decoder_layer_report.law_text(law) == (
+        "1.0 GiB + 64 KiB a row + 8.0 KiB a copied prompt row (within 0%)"
+    )
+    assert decoder_layer_report.memory_law(rows[:3], "gather-varlen") is None
+
+
 def test_utilisation_counts_what_ran_and_what_was_replicated():
     row = FACTS | {
         "gpu": "NVIDIA H200", "pass": "policy_update", "dp": 1, "sp": 1, "model": "qwen3-8b",
