@@ -167,12 +167,18 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
     columns = {head: names for head, names in columns.items() if measured.intersection(names)}
     lines: list[tuple[str, ...]] = [("forward / backward, TFLOP/s", *columns, "forward", "backward", "step")]
     found = merged([row for row in rows if "N" in row["case"]])
+    passes: list[tuple[bool, str]] = []
     for case, providers in found.items():
         if f"{case}, graph" in found:  # launches dominate without
             continue
         ours, best = providers.get("ours-sm90a", {}), _best(providers, PEERS)
         steps = [step for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
         ratios = [_ratio(_time(best, direction), _time(ours, direction)) for direction in ("fwd", "bwd")]
+        passes += [
+            (_time(ours, key) <= row["time_ms"], f"{row['provider']} in the {word} of {case}")
+            for key, word in (("fwd", "forward"), ("bwd", "backward"))
+            if (row := best.get(key)) and _time(ours, key)
+        ]
         ratios.append(_ratio(min(steps, default=None), _step(ours)))
         lines.append((case, *(_tflops(_best(providers, names)) for names in columns.values()), *ratios))
     c = next(row["case"] for row in rows if "N" in row["case"])
@@ -186,12 +192,16 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
         if "best FA4" in columns
         else ""
     )
+    lost = [name for ahead, name in passes if not ahead]
+    verdict = f"Ours, sm_90a, is ahead of every peer in {len(passes) - len(lost)} of {len(passes)} passes"
+    verdict += f"; ahead of it: {'; '.join(lost)}." if lost else "."
     return f"""\
 {textwrap.fill(head, 110, break_on_hyphens=False)}
 "two-call": what a careful user builds from existing kernels (prompt, responses on the prompt, responses on
 themselves, merged).
 {fa4}"forward", "backward": time of the fastest of all peers in that pass over ours; "step": of the peer whose
 forward and backward together are fastest. Bold: a peer wins. `benchmarks/README.md` has every row.
+{textwrap.fill(verdict, 110, break_on_hyphens=False)}
 
 {markdown_table(lines)}"""
 

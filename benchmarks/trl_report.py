@@ -113,16 +113,25 @@ def _summary(rows: Rows) -> str:
     timed = [(cell, gain) for cell in cells(rows) if (gain := speedup(cell)) is not None]
     large = [(cell, gain) for cell, gain in timed if (best_replicated(cell) or 0) > 200]
     parts = []
-    for bound, name in ((False, "launched in time"), (True, "bound by the host")):
-        shares = [g / c["trl-shared"]["predicted_speedup"] for c, g in large if host_bound(c) is bound]
-        if shares:
-            least = f"{sum(share >= 0.92 for share in shares)} of them at least 92%"
-            parts.append(f"{len(shares)} {name}: {min(shares):.0%} to {max(shares):.0%}, {least}")
+    for num_groups in sorted({cell["trl-shared"]["case"]["groups"] for cell, _ in large}, reverse=True):
+        kinds = []
+        for bound, name in ((False, "launched in time"), (True, "bound by the host")):
+            shares = [
+                gain / cell["trl-shared"]["predicted_speedup"]
+                for cell, gain in large
+                if host_bound(cell) is bound and cell["trl-shared"]["case"]["groups"] == num_groups
+            ]
+            if shares:
+                enough = sum(share >= 0.92 for share in shares)
+                span = f"{min(shares):.0%} to {max(shares):.0%}" if len(shares) > 1 else f"{shares[0]:.0%}"
+                kinds.append(f"{len(shares)} {name}: {span}, {enough} of them at least 92%")
+        prompts = f"{num_groups} prompt{'s' * (num_groups > 1)}"
+        parts.append(f"- updates of {prompts}: {'; '.join(kinds)}.")
     losses = [loss for cell, _ in timed if (loss := above_best(cell)) is not None]
     slower = sum(gain < 1 for _, gain in timed)
     return (
-        f"Share of the predicted speed-up, over the faster replicated way, where that takes more than\n"
-        f"200 ms ({len(large)} cells): {'; '.join(parts)}.\n"
+        "Share of the predicted speed-up, over the faster replicated way, where that takes more than\n"
+        f"200 ms ({len(large)} cells):\n\n" + "\n".join(parts) + "\n\n"
         f"Following the planner costs at most {max(losses):.1%} over the better way of each cell;\n"
         f"sharing is slower in {slower} of {len(losses)} cells."
     )
@@ -141,7 +150,8 @@ def draw_updates(rows: Rows, path: Path) -> None:
         own = [c for c in cells(rows) if c["trl-shared"]["case"]["model"] == model and speedup(c) is not None]
         names = ["{groups}: {P},{N},{R}".format(**c["trl-shared"]["case"]) for c in own]
         at = range(len(own))
-        axis.bar(at, [speedup(c) for c in own], color="#1f6fb2", label="measured")
+        colours = ["#a9c6e0" if host_bound(c) else "#1f6fb2" for c in own]
+        axis.bar(at, [speedup(c) for c in own], color=colours, label="measured (light: bound by the host)")
         predicted = [c["trl-shared"]["predicted_speedup"] for c in own]
         axis.plot(at, predicted, "_", color="black", markersize=14, label="predicted by FLOPs")
         axis.axhline(1, color="#888888", linewidth=0.8)

@@ -65,6 +65,7 @@ def test_a_peer_that_wins_is_shown():
     )
     text = kernel_report.summary(rows, markdown_table)
     assert "| N=8, P=1024, R=256, d=128 | 100 / 25 | 67 / 28 | 1.50x | **0.90x** | 1.32x |" in text
+    assert "is ahead of every peer in 1 of 2 passes; ahead of it: fa4-two-call in the backward" in text
 
 
 def test_rows_of_several_runs_say_so():
