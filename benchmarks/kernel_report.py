@@ -154,6 +154,26 @@ def _time(passes: dict[str, dict[str, Any]], direction: str) -> float | None:
     return passes.get(direction, {}).get("time_ms")
 
 
+Passes = dict[str, dict[str, Any]]
+
+
+def _passes(case: str, ours: Passes, best: Passes) -> list[tuple[bool, str]]:
+    """Forward and backward of a case: whether ours is ahead, and whom it is compared with."""
+    found = []
+    for direction, word in (("fwd", "forward"), ("bwd", "backward")):
+        own, peer = _time(ours, direction), best.get(direction)
+        if own and peer:
+            found.append((own <= peer["time_ms"], f"{peer['provider']} in the {word} of {case}"))
+    return found
+
+
+def _verdict(passes: list[tuple[bool, str]]) -> str:
+    lost = [name for ahead, name in passes if not ahead]
+    text = f"Ours, sm_90a, is ahead of every peer in {len(passes) - len(lost)} of {len(passes)} passes"
+    text += f"; ahead of it: {'; '.join(lost)}." if lost else "."
+    return textwrap.fill(text, 110, break_on_hyphens=False)
+
+
 def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
     """A line a problem: TFLOP/s of ours and the peers', and times as fast as the fastest of them."""
     columns = {
@@ -174,11 +194,7 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
         ours, best = providers.get("ours-sm90a", {}), _best(providers, PEERS)
         steps = [step for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
         ratios = [_ratio(_time(best, direction), _time(ours, direction)) for direction in ("fwd", "bwd")]
-        passes += [
-            (_time(ours, key) <= row["time_ms"], f"{row['provider']} in the {word} of {case}")
-            for key, word in (("fwd", "forward"), ("bwd", "backward"))
-            if (row := best.get(key)) and _time(ours, key)
-        ]
+        passes += _passes(case, ours, best)
         ratios.append(_ratio(min(steps, default=None), _step(ours)))
         lines.append((case, *(_tflops(_best(providers, names)) for names in columns.values()), *ratios))
     c = next(row["case"] for row in rows if "N" in row["case"])
@@ -192,16 +208,13 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
         if "best FA4" in columns
         else ""
     )
-    lost = [name for ahead, name in passes if not ahead]
-    verdict = f"Ours, sm_90a, is ahead of every peer in {len(passes) - len(lost)} of {len(passes)} passes"
-    verdict += f"; ahead of it: {'; '.join(lost)}." if lost else "."
     return f"""\
 {textwrap.fill(head, 110, break_on_hyphens=False)}
 "two-call": what a careful user builds from existing kernels (prompt, responses on the prompt, responses on
 themselves, merged).
 {fa4}"forward", "backward": time of the fastest of all peers in that pass over ours; "step": of the peer whose
 forward and backward together are fastest. Bold: a peer wins. `benchmarks/README.md` has every row.
-{textwrap.fill(verdict, 110, break_on_hyphens=False)}
+{_verdict(passes)}
 
 {markdown_table(lines)}"""
 
