@@ -2,22 +2,113 @@
 
     lse = logsumexp(s x), loss = lse - (1 - e) s x[label] - e mean(s x) + z lse^2
 with logit_scale s, label_smoothing e, lse_square_scale z. The vocabulary may be split over the ranks of a
-process group. Shared by losses/cross_entropy.py and ops/triton/cross_entropy.py.
+process group. Shared by losses/cross_entropy.py and ops/triton/cross_entropy.py. Where Triton is, the passes
+over the logits are its kernels (_cross_entropy_kernel.py), else PyTorch.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+logger = logging.getLogger("flash_attn")
 _CHUNK_ELEMENTS = 1 << 25  # of fp32 logits at a time: 128 MiB
+_BLOCK = 4096  # columns that a Triton program reads at a time
 
 
 def _chunks(x: Tensor) -> range:
     return range(0, x.shape[0], max(1, _CHUNK_ELEMENTS // max(x.shape[1], 1)))
+
+
+@functools.cache
+def _triton() -> Any:
+    """The kernels' module, or None without Triton or what it needs (a C compiler); said once."""
+    try:
+        from flash_attn import _cross_entropy_kernel
+
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            from triton.runtime import driver
+
+            driver.active.get_current_device()
+    except Exception as error:
+        logger.warning("flash_attn's cross entropy runs in PyTorch, because Triton does not run: %s", error)
+        return None
+    return _cross_entropy_kernel
+
+
+def _kernels(logits: Tensor) -> Any:
+    """The kernels where they take these logits: on a GPU (or interpreted), the columns side by side."""
+    if not (logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or torch.compiler.is_compiling():
+        return None
+    fits = logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and logits.stride(1) == 1
+    return _triton() if fits and logits.numel() else None
+
+
+def _row_sums(
+    logits: Tensor, column: Tensor, scale: float, lse: Tensor | None, with_total: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse, the label's logit, sum) of the scaled rows, fp32; column -1 picks 0. A given lse stays."""
+    rows, vocab = logits.shape
+    picked, total = (torch.zeros(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    found = torch.empty_like(picked) if lse is None else lse.float().contiguous()
+    kernels = _kernels(logits)
+    if kernels is not None:
+        with torch.cuda.device_of(logits):
+            kernels.row_sums[(rows,)](
+                logits, column, found, picked, total, logits.stride(0), vocab, scale,
+                WITH_SUMS=lse is None or with_total, WITH_LSE=lse is None, WITH_TOTAL=with_total,
+                BLOCK=_BLOCK, num_warps=8,
+            )  # fmt: skip
+        return found, picked, total
+    step = _chunks(logits)
+    for begin in step:
+        part = slice(begin, begin + step.step)
+        x = logits[part].float() * scale
+        if lse is None:
+            found[part] = x.logsumexp(-1)
+        own = x.gather(1, column[part].clamp(min=0)[:, None])[:, 0] if vocab else picked[part]
+        picked[part] = torch.where(column[part] >= 0, own, 0.0)
+        if with_total:
+            total[part] = x.sum(-1)
+    return found, picked, total
+
+
+def _gradients(
+    logits: Tensor,
+    column: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    dlogits: Tensor,
+    options: tuple[float, float, float, float],
+) -> None:
+    """Writes dlogits. `weight` (rows,): of each row's loss, scale included. `options`: scale, smoothing,
+    smoothing / all columns, lse_square_scale."""
+    (rows, vocab), (scale, smoothing, smooth_share, lse_square_scale) = logits.shape, options
+    kernels = _kernels(logits) if dlogits.stride(1) == 1 else None
+    if kernels is not None:
+        with torch.cuda.device_of(logits):
+            kernels.gradients[(rows, -(-vocab // _BLOCK))](
+                logits, column, lse, weight, dlogits, logits.stride(0), dlogits.stride(0), vocab, scale,
+                smoothing, smooth_share, lse_square_scale, BLOCK=_BLOCK, num_warps=8,
+            )  # fmt: skip
+        return
+    step = _chunks(logits)
+    for begin in step:
+        part = slice(begin, begin + step.step)
+        d = (logits[part].float() * scale - lse[part, None]).exp_()
+        d *= (1 + 2 * lse_square_scale * lse[part])[:, None]
+        if smooth_share:
+            d -= smooth_share
+        taken = torch.where(column[part] >= 0, 1 - smoothing, 0.0)[:, None]
+        d.scatter_add_(1, column[part].clamp(min=0)[:, None], -taken)
+        own = weight[part, None]
+        dlogits[part] = torch.where(own == 0, 0.0, d * own).to(dlogits.dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -34,24 +125,13 @@ class _CrossEntropy(torch.autograd.Function):
         inplace_backward: bool,
         group: Any,
     ) -> tuple[Tensor, Tensor]:
-        rows, vocab = logits.shape
+        vocab = logits.shape[1]
         world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         local = labels - rank * vocab
         here = (labels != ignore_index) & (local >= 0) & (local < vocab)
-        lse = logits.new_empty(rows, dtype=torch.float32)
-        label_logit, mean = torch.zeros_like(lse), torch.zeros_like(lse)
-        step = _chunks(logits)
-        for begin in step:
-            part = slice(begin, begin + step.step)
-            x = logits[part].float() * logit_scale
-            if precomputed_lse is None:
-                lse[part] = x.logsumexp(-1)
-            picked = x.gather(1, local[part].clamp(0, max(vocab - 1, 0))[:, None])[:, 0]
-            label_logit[part] = torch.where(here[part], picked, 0.0)
-            if smoothing:
-                mean[part] = x.sum(-1) / (vocab * world)
-        if precomputed_lse is not None:
-            lse.copy_(precomputed_lse)
+        column = torch.where(here, local, -1)
+        lse, label_logit, total = _row_sums(logits, column, logit_scale, precomputed_lse, smoothing != 0)
+        mean = total / max(vocab * world, 1)
         if world > 1:
             if precomputed_lse is None:
                 shares = [torch.empty_like(lse) for _ in range(world)]
@@ -63,27 +143,18 @@ class _CrossEntropy(torch.autograd.Function):
         counted = labels != ignore_index
         z_losses = torch.where(counted, lse_square_scale * lse.square(), 0.0)
         losses = torch.where(counted, lse - (1 - smoothing) * label_logit - smoothing * mean, 0.0) + z_losses
-        ctx.save_for_backward(logits, local, here, counted, lse)
-        ctx.options = smoothing, logit_scale, lse_square_scale, inplace_backward, vocab * world
+        ctx.save_for_backward(logits, column, counted, lse)
+        ctx.options = logit_scale, smoothing, smoothing / max(vocab * world, 1), lse_square_scale
+        ctx.inplace = inplace_backward
         ctx.mark_non_differentiable(z_losses)
         return losses, z_losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # type: ignore[override]
-        logits, local, here, counted, lse = ctx.saved_tensors
-        smoothing, logit_scale, lse_square_scale, inplace, total_vocab = ctx.options
-        dlogits = logits if inplace else torch.empty_like(logits)
-        weight = torch.where(counted, grad * logit_scale, 0.0)
-        step = _chunks(logits)
-        for begin in step:
-            part = slice(begin, begin + step.step)
-            d = (logits[part].float() * logit_scale - lse[part, None]).exp_()
-            d *= (1 + 2 * lse_square_scale * lse[part])[:, None]
-            if smoothing:
-                d -= smoothing / total_vocab
-            taken = torch.where(here[part], 1 - smoothing, 0.0)[:, None]
-            d.scatter_add_(1, local[part].clamp(0, max(logits.shape[1] - 1, 0))[:, None], -taken)
-            dlogits[part] = torch.where(counted[part, None], d * weight[part, None], 0.0).to(dlogits.dtype)
+        logits, column, counted, lse = ctx.saved_tensors
+        dlogits = logits if ctx.inplace else torch.empty_like(logits)
+        weight = torch.where(counted, grad * ctx.options[0], 0.0)
+        _gradients(logits, column, lse, weight, dlogits, ctx.options)
         return dlogits, *[None] * 8
 
 

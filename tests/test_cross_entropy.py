@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+import flash_attn
 from flash_attn import _cross_entropy
 from flash_attn._cross_entropy import cross_entropy
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
@@ -120,3 +124,84 @@ def test_extreme_logits_stay_finite() -> None:
     losses.sum().backward()
     assert losses.isfinite().all()
     assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Launches of the Triton kernels, interpreted, four columns a block."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
+        pytest.skip("run by `make kernels`, with TRITON_INTERPRET=1")
+    found, take = [], _cross_entropy._kernels
+
+    def counted(logits: Tensor) -> Any:
+        found.append("triton" if take(logits) is not None else "torch")
+        return take(logits)
+
+    monkeypatch.setattr(_cross_entropy, "_kernels", counted)
+    monkeypatch.setattr(_cross_entropy, "_BLOCK", 4)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 4, 11, 16])
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1, logit_scale=0.7, lse_square_scale=1e-2)])
+def test_kernels_equal_pytorch(
+    kernels: list[str], dtype: torch.dtype, vocab: int, options: dict[str, float]
+) -> None:
+    torch.manual_seed(0)
+    wide = (3 * torch.randn(5, vocab + 3)).to(dtype)
+    labels, weight = torch.tensor([0, vocab - 1, -100, vocab // 2, vocab + 7]), torch.randn(5)
+    results = []
+    for on_kernels in (True, False):
+        x = wide.clone()[:, 2 : vocab + 2].requires_grad_()  # rows of a wider tensor
+        with pytest.MonkeyPatch.context() as patch:
+            if not on_kernels:
+                patch.setattr(_cross_entropy, "_kernels", lambda logits: None)
+            losses, z_losses = cross_entropy(x, labels, **options)
+            results.append((losses, z_losses, *torch.autograd.grad((losses * weight).sum(), x)))
+    assert kernels == ["triton", "triton"]
+    tolerance = 2e-6 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_kernels_write_gradients_over_the_logits(kernels: list[str]) -> None:
+    leaf, labels = problem()
+    x = leaf * 1
+    (expected,) = torch.autograd.grad(by_torch(x, labels, 0.0, 1.0, 0.0).sum(), x, retain_graph=True)
+    (grad,) = torch.autograd.grad(cross_entropy(x, labels, inplace_backward=True)[0].sum(), x)
+    torch.testing.assert_close(grad, expected)
+    assert grad.data_ptr() == x.data_ptr() and kernels == ["triton", "triton"]
+
+
+def test_kernels_on_numbers_that_are_none(kernels: list[str]) -> None:
+    inf, nan = math.inf, math.nan
+    x = torch.tensor([[-inf] * 6, [0.0, inf, 1, 2, 3, 4], [nan, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, -inf]])
+    lse = _cross_entropy._row_sums(x, torch.tensor([0, 0, 1, 5]), 1.0, None, False)[0]
+    torch.testing.assert_close(lse, x.logsumexp(-1), equal_nan=True)
+    ignored = x.clone().requires_grad_()
+    losses, _ = cross_entropy(ignored, torch.full((4,), -100))
+    losses.sum().backward()
+    assert not losses.any() and ignored.grad is not None and not ignored.grad.any()
+    assert kernels == ["triton"] * 3
+
+
+def test_columns_that_do_not_stand_side_by_side_run_in_pytorch(kernels: list[str]) -> None:
+    x, labels = problem()
+    turned = x.detach().t().contiguous().t().requires_grad_()
+    torch.testing.assert_close(cross_entropy(turned, labels)[0], cross_entropy(x, labels)[0])
+    assert kernels == ["torch", "triton"]
+
+
+def test_without_triton_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "flash_attn._cross_entropy_kernel", raising=False)
+    monkeypatch.delattr(flash_attn, "_cross_entropy_kernel", raising=False)
+    _cross_entropy._triton.cache_clear()
+    with caplog.at_level("WARNING", "flash_attn"):
+        assert _cross_entropy._triton() is None and _cross_entropy._triton() is None
+    _cross_entropy._triton.cache_clear()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("flash_attn's cross entropy runs in PyTorch, because Triton")
