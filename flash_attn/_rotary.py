@@ -25,6 +25,8 @@ def check(
         if cu_seqlens is None
         else (3, "(total, num_heads, head_dim)")
     )
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
     if x.dim() != num_dims:
         raise ValueError(f"x must be {form}, got {list(x.shape)}")
     if cos.dim() != 2 or cos.shape != sin.shape:

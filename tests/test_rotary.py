@@ -180,3 +180,13 @@ def test_wrong_packed_arguments() -> None:
         apply_rotary_emb_kv_(torch.zeros(1, 3, 3, 1, 8), cos, cos)
     with pytest.raises(ValueError, match="max_seqlen must be given where seqlen_offset is a tensor"):
         RotaryEmbedding(8)(torch.zeros(1, 3, 3, 1, 8), seqlen_offset=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"x must be floating point, got torch.int64"):
+        apply_rotary_emb(torch.zeros(1, 3, 2, 8, dtype=torch.int64), cos, cos)
+
+
+def test_offsets_without_max_seqlen_reach_as_far_as_the_calls_before() -> None:
+    module, offsets = RotaryEmbedding(8), torch.tensor([4, 1], dtype=torch.int32)
+    module(torch.zeros(1, 8, 3, 1, 8))
+    qkv = torch.randn(2, 2, 3, 1, 8)
+    turned = module(qkv.clone(), seqlen_offset=offsets)
+    torch.testing.assert_close(turned, RotaryEmbedding(8)(qkv.clone(), seqlen_offset=offsets, max_seqlen=8))

@@ -192,14 +192,17 @@ class RotaryEmbedding(torch.nn.Module):
         D) given as `qkv` and `kv`. Returns what it was given.
 
         `seqlen_offset`: rows before the first, an int, or (B,) with `max_seqlen`, the longest sequence with
-        its offset.
+        its offset; without it (B,) reach as far as the tables of calls before, behind which rows stay as
+        they are.
         """
         if isinstance(seqlen_offset, int):
             seqlen = max(qkv.shape[1] + seqlen_offset, max_seqlen or 0)
-        elif max_seqlen is None:
-            raise ValueError("max_seqlen must be given where seqlen_offset is a tensor, got None")
-        else:
+        elif max_seqlen is not None:
             seqlen = max_seqlen
+        elif self._tables:
+            seqlen = self._tables[0].shape[0]
+        else:
+            raise ValueError("max_seqlen must be given where seqlen_offset is a tensor, got None")
         cos, sin, cos_k, sin_k = self._tables_for(seqlen, qkv.device, qkv.dtype)
         interleaved, offset = self.interleaved, seqlen_offset
         if kv is None:
