@@ -5,14 +5,15 @@ Called by flash_attn_interface.py, _upstream.py and shared_prompt/ulysses.py; ru
 
 from __future__ import annotations
 
-import functools
+import threading
 import weakref
+from collections import OrderedDict
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flash_attn import _alibi_dropout, _eager, _extras, _ops, _places, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
+from flash_attn import _alibi_dropout, _eager, _extras, _ops, _places, checks
 from flash_attn._extras import Extras
 
 Output = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -203,14 +204,11 @@ def dense_segments(batch: int, seqlen_q: int, seqlen_k: int, device: torch.devic
     return torch.stack([q_begin, q_begin + seqlen_q, zero, zero, k_begin, k_begin + seqlen_k], 1)
 
 
-@functools.lru_cache(maxsize=64)
-def _remembered(
-    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device, stream: int
-) -> tuple[Tensor, Tensor]:
-    """One table, and so one plan, for all calls of a shape on a stream: equal batches cost no launches."""
-    with torch.inference_mode(False):  # a call with gradients may be next
-        tables = [dense_segments(batch, seqlen_q, seqlen_k, d) for d in (device, torch.device("cpu"))]
-    return tables[0], tables[1]
+# (batch, seqlen_q, seqlen_k, device, stream) -> one table, and so one plan, for all calls of a shape on a
+# stream: equal batches cost no launches. The least lately used goes first.
+_tables: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
+_tables_lock = threading.Lock()
+_MAX_TABLES = 64
 
 
 def segments_of_dense(batch: int, seqlen_q: int, seqlen_k: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -218,9 +216,24 @@ def segments_of_dense(batch: int, seqlen_q: int, seqlen_k: int, q: Tensor) -> tu
     sizes = (batch, seqlen_q, seqlen_k)
     if q.device.type != "cuda":
         return dense_segments(*sizes, q.device), None
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() or type(q) is not Tensor:
+    if torch.compiler.is_compiling() or type(q) is not Tensor:
         return dense_segments(*sizes, q.device), dense_segments(*sizes, torch.device("cpu"))
-    return _remembered(*sizes, q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    key = (*sizes, q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    with _tables_lock:
+        known = _tables.get(key)
+        if known is not None:
+            _tables.move_to_end(key)
+            return known
+    with torch.inference_mode(False):  # a call with gradients may be next
+        tables = dense_segments(*sizes, q.device), dense_segments(*sizes, torch.device("cpu"))
+    if torch.cuda.is_current_stream_capturing():  # not there yet, and made anew by each replay
+        return tables
+    _ops.never_changes(tables[0])
+    with _tables_lock:
+        _tables[key] = tables
+        if len(_tables) > _MAX_TABLES:
+            _tables.popitem(last=False)
+    return tables
 
 
 def dense(

@@ -219,6 +219,13 @@ def plan_for(
 
 
 _plans = WeakIdKeyDictionary()  # segments -> (their version, plans built for it)
+_constant = WeakIdKeyDictionary()  # segments that nobody writes to
+_in_graphs: dict[int, Tensor] = {}  # of those, what captured graphs read, kept: nobody says when a graph ends
+
+
+def never_changes(segments: Tensor) -> None:
+    """Graphs captured on the stream where these segments were made need not build their plan again."""
+    _constant[segments] = True
 
 
 def _planned(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
@@ -238,21 +245,28 @@ def remembered_plan(
 ) -> list[Tensor]:  # fmt: skip
     """`plan_tables` of a call, remembered by its segments as long as these do not change."""
     total_context = None if k_context is None else k_context.shape[0]
-    # Backward, recompute and other layers with the same table find the plan again. Not during graph capture:
-    # what is captured has not run yet, and must be rebuilt at each replay. Inference tensors have no version
-    # to tell a change.
+    # Backward, recompute and other layers with the same table find the plan again. During graph capture only
+    # that of segments which never change, built on this stream before: what is captured has not run yet, and
+    # is rebuilt at each replay. Inference tensors have no version to tell a change.
     plans: dict[Any, list[Tensor]] = {}
     plain = type(segments) is Tensor and not segments.is_inference()
-    if plain and not torch.cuda.is_current_stream_capturing():
+    capturing = torch.cuda.is_current_stream_capturing()
+    if capturing and segments in _constant:
+        _in_graphs[id(segments)] = segments
+        _, plans = _plans.get(segments, (0, plans))
+    elif plain and not capturing:
         version, plans = _plans.get(segments, (segments._version, plans))
         if version != segments._version:
             plans = {}
         _plans[segments] = segments._version, plans
     stream = torch.cuda.current_stream(segments.device).cuda_stream
     key = (q.shape, k.shape, total_context, q.dtype, causal, window, backend(q.device), stream, separate)
-    if key not in plans:
-        plans[key] = plan_tables(
-            segments, q.shape[0], k.shape[0], total_context, total_context or 0, num_heads_k=k.shape[1],
-            head_dim=q.shape[2], dtype=q.dtype, causal=causal, window_size=window, separate=separate,
-        )  # fmt: skip
-    return plans[key]
+    if key in plans:
+        return plans[key]
+    plan = plan_tables(
+        segments, q.shape[0], k.shape[0], total_context, total_context or 0, num_heads_k=k.shape[1],
+        head_dim=q.shape[2], dtype=q.dtype, causal=causal, window_size=window, separate=separate,
+    )  # fmt: skip
+    if not capturing:
+        plans[key] = plan
+    return plan

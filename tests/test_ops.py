@@ -252,6 +252,33 @@ def test_plans_are_remembered_as_long_as_their_segments_stay_as_they_are(
     assert built == ([before, before, after] if inference else [before, after])
 
 
+def test_graphs_read_the_plans_of_segments_that_never_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are built again at each replay, and what is built during capture is not remembered."""
+    built: list[bool] = []
+    capturing = False
+    monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: built.append(capturing) or [len(built)])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    args = op_args(False, torch.float32, requires_grad=False)
+
+    def plan(segments: torch.Tensor, causal: bool = True) -> list[Any]:
+        return _ops.remembered_plan(segments, args[0], args[1], None, causal, (-1, -1))
+
+    constant, other = args[5].clone(), args[5].clone()
+    _ops.never_changes(constant)
+    before = plan(constant), plan(other)
+    capturing = True
+    assert plan(constant) is before[0] and plan(other) is not before[1]
+    assert plan(constant, causal=False) is not plan(constant, causal=False)
+    assert built == [False, False, True, True, True]
+    assert any(x is constant for x in _ops._in_graphs.values())
+    assert not any(x is other for x in _ops._in_graphs.values())
+    capturing = False
+    assert plan(constant) is before[0] and plan(other) is before[1]
+    plan(constant, causal=False)
+    assert built[5:] == [False]
+
+
 def test_plans_of_changed_segments_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: [0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
