@@ -129,7 +129,10 @@ class SharedPromptMixin(GroupShuffleMixin):
             budget = self.shared_prompt.max_packed_tokens or budget
         step = SharedStep.of(given, max_tokens=budget, batch_size=batch_size, cost_model=self._cost_model)
         if step.shares_nothing and self.accelerator.num_processes == 1:
-            return None, "no prompt occurs twice in this batch"
+            return None, (
+                "no prompt occurs twice in this batch (with per_device_train_batch_size a multiple of "
+                "num_generations a batch holds whole groups)"
+            )
         if step.over_budget:
             longest = max(sum(lens[row]) for row in step.over_budget)
             self.sharing.warn_once(
