@@ -1,8 +1,8 @@
 """Keys of packed sequences that do not simply follow each other: in pages, behind padding, or fewer than
 cu_seqlens_k says. Called by _calls.varlen.
 
-Sequence b's keys are rows [begin, end): of its gathered pages (block_table), or of k behind cu_seqlens_k[b] +
-leftpad_k[b]; seqused_k[b] of them. Forward only, as flash-attn's.
+Sequence b's keys are rows [leftpad_k[b], seqused_k[b]) of its own: those of its gathered pages (block_table),
+or of k from cu_seqlens_k[b] on. Without leftpad_k from 0, without seqused_k all. Forward only, as there.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def find(
     if seqused_k is not None:
         length = seqused_k.long()
     shift = torch.zeros_like(begin) if leftpad_k is None else leftpad_k.long()
-    if seqused_k is None:
-        length = length - shift
+    length = length - shift
     if checks.values_are_read(length):
         most = cu_seqlens_k.diff() if capacity is None else torch.full_like(length, capacity)
         if bool(((length < 0) | (shift < 0) | (shift + length > most)).any()):

@@ -46,7 +46,7 @@ def test_pages_equal_rows(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("given", ["seqused_k", "leftpad_k", "both", "seqused_k, pages"])
 def test_used_keys_and_padding(given: str, causal: bool) -> None:
     q, k, v = paged()
-    used, pad = torch.tensor([4, 0, 2], dtype=torch.int32), torch.tensor([2, 0, 3], dtype=torch.int32)
+    used, pad = torch.tensor([4, 0, 4], dtype=torch.int32), torch.tensor([2, 0, 3], dtype=torch.int32)
     joined = [torch.cat([rows_of(x, b, n) for b, n in enumerate(K_LENS)]) for x in (k, v)]
     keys = (k, v) if "pages" in given else joined
     extra: dict[str, Any] = {"block_table": TABLE} if "pages" in given else {}
@@ -58,7 +58,7 @@ def test_used_keys_and_padding(given: str, causal: bool) -> None:
         q, *keys, cu(Q_LENS), cu(K_LENS), 3, 9, 0.0, 0.3, causal, **extra
     )
     begin = [int(pad[b]) if "leftpad_k" in extra else 0 for b in range(3)]
-    end = [begin[b] + int(used[b]) if "seqused_k" in extra else n for b, n in enumerate(K_LENS)]
+    end = [int(used[b]) if "seqused_k" in extra else n for b, n in enumerate(K_LENS)]  # padding counts
     own = [x.split(K_LENS) for x in joined]
     rows = [torch.cat([x[b][begin[b] : end[b]] for b in range(3)]) for x in own]
     lens = [e - b for b, e in zip(begin, end, strict=True)]

@@ -101,7 +101,8 @@ def test_varlen_with_fewer_keys_or_padding(path: int, given: str, causal: bool) 
         used[begin : begin + n] = True
     q = random(sum(Q_LENS), HEADS, HEAD_DIM)
     k, v = (without(x, used) for x in random(2, sum(K_LENS), HEADS_K, HEAD_DIM))
-    extra = {"seqused_k": ints(lens)} if given != "leftpad_k" else {}
+    ends = [p + n for p, n in zip(pad, lens, strict=True)]  # the padding counts as used
+    extra = {"seqused_k": ints(ends)} if given != "leftpad_k" else {}
     if given != "seqused_k":
         extra["leftpad_k"] = ints(pad)
     numbers = (cu(Q_LENS), cu(K_LENS), max(Q_LENS), max(K_LENS))
