@@ -9,7 +9,7 @@ without keys give out 0 and lse -inf. lse is the natural log of the sum of exp o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -425,3 +425,18 @@ _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+USE_TRITON_ROCM = False
+
+
+def __getattr__(name: str) -> Any:
+    """The autograd classes, and the extension module by the name it has here in flash-attn."""
+    if name.startswith("FlashAttn") and name.endswith("Func"):
+        from flash_attn import _functions
+
+        if hasattr(_functions, name):
+            return getattr(_functions, name)
+    if name == "flash_attn_gpu":
+        import flash_attn_2_cuda
+
+        return flash_attn_2_cuda
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

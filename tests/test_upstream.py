@@ -177,3 +177,40 @@ def test_gradients_of_other_tensors_are_refused() -> None:
                 dense[name] = x[None] if isinstance(x, Tensor) else x
             with pytest.raises(error, match=message.replace(r"\[", r"\[1, ")):
                 interface._flash_attn_backward(**dense)
+
+
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+CLASSES = {
+    "FlashAttnFunc": ("flash_attn_func", [(2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)], ()),
+    "FlashAttnKVPackedFunc": ("flash_attn_kvpacked_func", [(2, 5, 4, 8), (2, 7, 2, 2, 8)], ()),
+    "FlashAttnQKVPackedFunc": ("flash_attn_qkvpacked_func", [(2, 5, 3, 4, 8)], ()),
+    "FlashAttnVarlenFunc": ("flash_attn_varlen_func", [(5, 4, 8), (5, 2, 8), (5, 2, 8)], (CU, CU, 3, 3)),
+    "FlashAttnVarlenKVPackedFunc": (
+        "flash_attn_varlen_kvpacked_func", [(5, 4, 8), (5, 2, 2, 8)], (CU, CU, 3, 3)
+    ),
+    "FlashAttnVarlenQKVPackedFunc": ("flash_attn_varlen_qkvpacked_func", [(5, 3, 4, 8)], (CU, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_autograd_classes(name: str) -> None:
+    function, shapes, lengths = CLASSES[name]
+    tensors = qkv(*shapes)
+    table = (None,) if name == "FlashAttnVarlenFunc" else ()
+    options = (0.0, 0.3, True, (5, -1), 0.0, None, False, True, *table)  # ..., return_softmax, block_table
+    apply = getattr(interface, name).apply
+    got = apply(*tensors, *lengths, *options, True)
+    wanted = getattr(interface, function)(*tensors, *lengths, **OPTIONS, return_attn_probs=True)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    grads = [torch.autograd.grad(x[0].square().sum(), tensors) for x in (got, wanted)]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    assert not apply(*tensors, *lengths, *options, False)[0].requires_grad
+
+
+def test_names_that_the_interface_looks_up() -> None:
+    from flash_attn.flash_attn_interface import FlashAttnFunc, flash_attn_gpu
+
+    assert flash_attn_gpu is flash_attn_2_cuda and FlashAttnFunc is interface.FlashAttnFunc
+    assert interface.USE_TRITON_ROCM is False
+    with pytest.raises(AttributeError, match="has no attribute 'FlashAttnOtherFunc'"):
+        _ = interface.FlashAttnOtherFunc
