@@ -31,14 +31,16 @@ __device__ __forceinline__ float load_shared(uint32_t address) {
 // those that see the tile to a ring; everyone reads entry `i` of it.
 template <typename T>
 struct RowBlocks {
-    static constexpr int kAhead = 64, kPeriod = 32;  // after refill(i), i % kPeriod == 0, entries to i + kAhead - 1 are there
-    static_assert(T::kListEntries >= kAhead + 32 + 2);
+    // After refill(i), i % kPeriod == 0, entries to i + kAhead - 1 are there.
+    static constexpr int kAhead = T::kListEntries == 64 ? 30 : 64, kPeriod = T::kListEntries == 64 ? 16 : 32;
+    static_assert(T::kListEntries >= kAhead + 32 + 2 && kAhead >= kPeriod + 2);
     static constexpr int kProduced = 32, kNextHead = 36, kNextBlock = 40;  // producer's state, behind the item's 32 bytes
 
     uint32_t const shared;
     BlockSpan const* const spans;
     int const num_heads;  // query heads of a kv head
 
+    __device__ static int aligned(int row) { return row & ~15; }
     __device__ int item(int field) const { return load_shared_int(shared + T::kItem + 4 * field); }
     __device__ int region() const { return item(0); }
     __device__ int key_begin() const { return item(1); }
@@ -55,31 +57,31 @@ struct RowBlocks {
         store_shared_int(at + 20, head_k), store_shared_int(at + 24, i.split);
         store_shared_int(at + kProduced, 0);
         store_shared_int(at + kNextHead, i.row_begin < i.row_end ? 0 : num_heads);
-        store_shared_int(at + kNextBlock, (i.row_end - 1) / T::kBlockM);
+        store_shared_int(at + kNextBlock, (i.row_end - 1 - aligned(i.row_begin)) / T::kBlockM);
     }
     __device__ void refill(int consumed) const {  // warp 0
         int const lane = threadIdx.x % 32, begin = key_begin(), end = begin + num_keys(), tile_end = begin + T::kBlockN;
-        int const first = row_begin() / T::kBlockM, last = (row_end() - 1) / T::kBlockM;
+        int const first = aligned(row_begin()), rows_end = row_end(), last = (rows_end - 1 - first) / T::kBlockM;
         int const first_head = head_k() * num_heads;
         int produced = item(kProduced / 4), head = item(kNextHead / 4), m = item(kNextBlock / 4);
         while (produced < consumed + kAhead && head < num_heads) {
-            int const mine = m - lane;
+            int const row = first + (m - lane) * T::kBlockM;
             bool seen = false, clean = end == tile_end;
-            if (mine >= first) {
-                int const block = mine * T::kBlockM / kBlockRows;
+            if (m >= lane) {
 #pragma unroll
-                for (int b = block; b < block + (T::kBlockM + kBlockRows - 1) / kBlockRows; ++b) {
-                    if (b > block && b * kBlockRows >= row_end()) break;
+                for (int i = 0; i <= (T::kBlockM + kBlockRows - 16) / kBlockRows; ++i) {
+                    int const b = row / kBlockRows + i;
+                    if (b * kBlockRows - row >= min(T::kBlockM, rows_end - row)) break;
                     KeySpan const span = load_key_span(region() ? &spans[b].context : &spans[b].decoded);
                     seen |= span.begin < end && span.end > begin;
                     clean &= is_clean(span, begin, end);
                 }
             }
             unsigned const mask = __ballot_sync(0xffffffffu, seen);
-            if (seen) put(produced + __popc(mask & ((1u << lane) - 1)), first_head + head, mine, clean);
+            if (seen) put(produced + __popc(mask & ((1u << lane) - 1)), first_head + head, row, clean);
             produced += __popc(mask);
             m -= 32;
-            if (m < first) m = last, ++head;
+            if (m < 0) m = last, ++head;
         }
         if (lane == 0) {
             if (head >= num_heads) put(produced, -1, 0, false), put(produced + 1, -1, 0, false);
@@ -90,12 +92,12 @@ struct RowBlocks {
         __syncwarp();
     }
     __device__ uint32_t entry(int i) const { return shared + T::kList + i % T::kListEntries * 8; }
-    __device__ void put(int i, int head, int m, bool clean) const {
+    __device__ void put(int i, int head, unsigned row, bool clean) const {
         store_shared_int(entry(i), head);
-        store_shared_int(entry(i) + 4, 2 * m + (clean ? 1 : 0));
+        store_shared_int(entry(i) + 4, 2 * row + (clean ? 1 : 0));
     }
     __device__ int head(int i) const { return load_shared_int(entry(i)); }  // query head; -1 in the two entries behind the last
-    __device__ int block(int i) const { return static_cast<unsigned>(load_shared_int(entry(i) + 4)) >> 1; }
+    __device__ int row(int i) const { return static_cast<unsigned>(load_shared_int(entry(i) + 4)) >> 1; }  // first of the block
     __device__ bool clean(int i) const { return load_shared_int(entry(i) + 4) & 1; }
 };
 
@@ -141,28 +143,27 @@ struct BackwardLoader {
     }
     // Rows outside the item's range (other groups, padding) become zero in q, dout, lse and D: their P is then finite and
     // meets only zeros.
-    __device__ void rows(uint32_t tile, void const* base, int64_t row_stride, int64_t head_stride, int head, int m) const {
-        int const row = m * T::kBlockM;
+    __device__ void rows(uint32_t tile, void const* base, int64_t row_stride, int64_t head_stride, int head, int row) const {
         auto const* source = static_cast<Element const*>(base) + row * row_stride + head * head_stride;
         load_rows<T::kBlockM, T::kHeadDim, T::kThreads>(tile, source, row_stride, blocks.row_begin() - row, blocks.row_end() - row,
                                                         p.fwd.head_dim);
     }
     // q and stats of pair i, dout with it where `with_dout`; nothing behind the last pair.
     __device__ void query(int stage, int i, bool with_dout) const {
-        int const head = blocks.head(i), m = blocks.block(i);
+        int const head = blocks.head(i), row = blocks.row(i);
         if (head < 0) return;
-        rows(shared + T::kQuery + stage * T::kRowBytes, p.fwd.q, p.fwd.q_row_stride, p.fwd.q_head_stride, head, m);
+        rows(shared + T::kQuery + stage * T::kRowBytes, p.fwd.q, p.fwd.q_row_stride, p.fwd.q_head_stride, head, row);
         if (with_dout) dout(T::kDoutStages == 2 ? stage : 0, i);
-        stats(i & 1, head, m);
+        stats(i & 1, head, row);
     }
     __device__ void dout(int stage, int i) const {
-        int const head = blocks.head(i), m = blocks.block(i);
+        int const head = blocks.head(i), row = blocks.row(i);
         if (head < 0) return;
-        rows(shared + T::kDout + stage * T::kRowBytes, p.dout, p.dout_row_stride, p.dout_head_stride, head, m);
+        rows(shared + T::kDout + stage * T::kRowBytes, p.dout, p.dout_row_stride, p.dout_head_stride, head, row);
     }
-    __device__ void stats(int stage, int head, int m) const {
+    __device__ void stats(int stage, int head, int first) const {
         static_assert(2 * T::kBlockM <= T::kThreads);
-        int const i = threadIdx.x, row = m * T::kBlockM + i % T::kBlockM;
+        int const i = threadIdx.x, row = first + i % T::kBlockM;
         if (i >= 2 * T::kBlockM) return;
         float const* source = (i < T::kBlockM ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row;
         copy_async_4(shared + T::kStats + stage * T::kStatBytes + i * 4, source, row >= blocks.row_begin() && row < blocks.row_end());

@@ -1,8 +1,9 @@
 // Backward on mma.sync: dK and dV of one KeyItem and kv head a block, dQ added to the fp32 accumulator.
 //
 //   P = exp(S - lse), dv = P^T dout, dS = P (dout v^T - D), dk = dS^T q scale, dq = dS k scale (scaled by the post kernel).
-// The key tile stays in shared memory; the block walks the G query heads of its kv head and, per head, the 64-row blocks of
-// the item's row range from the last to the first. dK and dV live in registers and are written once: no atomics on keys.
+// The key tile stays in shared memory; the block walks the G query heads of its kv head and, per head, the row blocks of the item's
+// range from the last to the first. They begin at the item's first row (rounded down to the 16 rows of dQ's tiles), so that short
+// sequences do not fill more of them than they must. dK and dV live in registers and are written once: no atomics on keys.
 #pragma once
 
 #include "../../params.h"
@@ -43,7 +44,7 @@ __device__ __forceinline__ void slab_barrier(int slab) {
 
 // Spans of a warp's rows applied to its scores; read from global memory, since few tiles of few items need them.
 template <typename T, int MT, int NT>
-__device__ __forceinline__ void mask_scores(float (&s)[MT][NT][4], FwdParams const& p, RowBlocks<T> const& blocks, int m,
+__device__ __forceinline__ void mask_scores(float (&s)[MT][NT][4], FwdParams const& p, RowBlocks<T> const& blocks, int first_row,
                                             int warp_row, int warp_column) {
     int const lane = threadIdx.x % 32, column = blocks.key_begin() + warp_column + lane % 4 * 2;
     int const key_end = blocks.key_begin() + blocks.num_keys(), region = blocks.region();
@@ -51,7 +52,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[MT][NT][4], FwdParams con
     for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            int const row = m * T::kBlockM + warp_row + mt * 16 + half * 8 + lane / 4;
+            int const row = first_row + warp_row + mt * 16 + half * 8 + lane / 4;
             int2 span = make_int2(0, 0);
             if (row < p.total_q) span = __ldg(reinterpret_cast<int2 const*>(p.plan.row_span + row) + (region ? 0 : 1));
             mask_row<16 * T::kColsS>(s[mt], half, span.x - column, min(span.y, key_end) - column, -INFINITY);
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
             softcap = scales.over_softcap > 0.f;
             if (softcap) apply_softcap(s, scales.over_softcap);
         }
-        if (!blocks.clean(i)) mask_scores<T>(s, f, blocks, blocks.block(i), row_s, column_s);
+        if (!blocks.clean(i)) mask_scores<T>(s, f, blocks, blocks.row(i), row_s, column_s);
 
         uint32_t const stats = shared + T::kStats + stage() * T::kStatBytes + (row_s + lane / 4) * 4;
         auto const exponent = [&](float x, float lse) { return exp2_fast(fmaf(x, scales.log2, -lse)); };
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
             uint32_t dropped[1][2][NS];
             if constexpr (X::kOn) {
                 ItemExtras const options(extras, -1 - blocks.split(), blocks.head(i));
-                int const row = blocks.block(i) * T::kBlockM + row_s + 16 * mt, key = blocks.key_begin() + column_s;
+                int const row = blocks.row(i) + row_s + 16 * mt, key = blocks.key_begin() + column_s;
                 slope = options.slope(scales.log2), distance = options.distance(row, key);
                 options.template draw<16 * T::kColsS>(dropped, row, key);
             }
@@ -315,7 +316,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
             float* const accum = p.dq_accum + head_of_chunk * p.rows_padded * kD;
 #pragma unroll
             for (int mt = 0; mt < T::kTilesQ; ++mt) {
-                float* const row = accum + dq_tile_offset<kD>(blocks.block(i) * (T::kBlockM / 16) + warp_q * T::kTilesQ + mt, 0);
+                int const first = blocks.row(i) + 16 * (warp_q * T::kTilesQ + mt);
+                if (first >= blocks.row_end()) break;
+                float* const row = accum + dq_tile_offset<kD>(first / 16, 0);
 #pragma unroll
                 for (int nt = 0; nt < 2 * T::kPairsQ; ++nt)
                     add_dq_tile(row + (2 * (warp_e + T::kColsQ * (nt / 2)) + nt % 2) * 128, dq[mt][nt]);

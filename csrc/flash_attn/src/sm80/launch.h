@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "../common/launch.h"
+#include "bwd_kept_mainloop.h"
 #include "bwd_mainloop.h"
 #include "fwd_mainloop.h"
 #include "pass_mainloop.h"
@@ -89,6 +90,13 @@ cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
     });
 }
 
+template <typename Element, int kHeadDim>
+cudaError_t run_kept_bwd(BwdParams const& p, int64_t blocks, Schedule const& schedule, cudaStream_t stream) {
+    using T = KeptTraits<Element, kHeadDim>;
+    return launch(backward_kept_kernel<T>, blocks, 1, T::kThreads, T::kSharedBytes, stream,
+                  p, schedule, Scales(p.fwd));
+}
+
 template <typename Element, int kHeadDim, bool kExtras = false>
 cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
     if (!strides_fit(p.fwd, p.dout_row_stride)) return cudaErrorNotSupported;
@@ -100,10 +108,15 @@ cudaError_t run_bwd(BwdParams const& p, cudaStream_t stream) {
         int const heads_k = p.head_k_end - p.head_k_begin;
         int64_t const blocks = static_cast<int64_t>(p.fwd.plan.num_key_items) * heads_k;
         bool const softcap = p.fwd.softcap > 0.f, accumulate = p.dq_accum != nullptr;
+        Schedule const schedule(p.fwd.plan.num_key_items, heads_k, p.fwd.num_heads / p.fwd.num_heads_k);
         auto const start = [&](auto kernel, auto extras) {
-            return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p,
-                          Schedule(p.fwd.plan.num_key_items, heads_k, p.fwd.num_heads / p.fwd.num_heads_k), Scales(p.fwd), extras);
+            return launch(kernel, blocks, 1, T::kThreads, T::kSharedBytes, stream, p, schedule, Scales(p.fwd), extras);
         };
+        if constexpr (kHeadDim == 64 && !kExtras) {
+            static_assert(KeptTraits<Element, kHeadDim>::kBlockN == T::kBlockN);
+            if (accumulate && !softcap && KeptTraits<Element, kHeadDim>::kSharedBytes <= shared_memory_limit())
+                return run_kept_bwd<Element, kHeadDim>(p, blocks, schedule, stream);
+        }
         if constexpr (kExtras)
             return start(accumulate ? backward_kernel<T, false, true, WithExtras> : backward_kernel<T, false, false, WithExtras>, WithExtras(p.fwd));
         else

@@ -19,7 +19,8 @@ struct ForwardTile {
     constexpr int pass_shared_bytes() const { return shared_bytes() + block_m * (head_dim * 2 + 8); }
 };
 
-// Backward: block_n keys stay, blocks of block_m query rows pass by.
+// Backward: block_n keys stay, blocks of block_m query rows pass by. Head dim 64 without softcap, ALiBi, dropout and a dQ pass of its
+// own runs bwd_kept_mainloop.h (128x128) where 163 KB are there: its block_n must be that of these rows.
 struct BackwardTile {
     int head_dim, block_m, block_n, num_warps;
     int warps_m, warps_n, warps_q;  // warps along the rows of S, along the keys of dK, along the rows of dQ

@@ -112,15 +112,15 @@ struct KeyStationary {
     __device__ __forceinline__ void query(int i, int slot) const {
         RowBlocks<T> const rows = blocks();
         BackwardLoader<T> const load{p, rows, shared};
-        int const head = rows.head(i), m = rows.block(i);
+        int const head = rows.head(i), row = rows.row(i);
         if (head < 0) return;
-        load.rows(shared + T::kRing + slot * T::kSlotBytes, p.fwd.q, p.fwd.q_row_stride, p.fwd.q_head_stride, head, m);
-        load.stats(i & 1, head, m);
+        load.rows(shared + T::kRing + slot * T::kSlotBytes, p.fwd.q, p.fwd.q_row_stride, p.fwd.q_head_stride, head, row);
+        load.stats(i & 1, head, row);
     }
     __device__ __forceinline__ void dout(int i, int slot) const {
         RowBlocks<T> const rows = blocks();
         BackwardLoader<T> const load{p, rows, shared};
-        load.rows(shared + T::kRing + slot * T::kSlotBytes, p.dout, p.dout_row_stride, p.dout_head_stride, rows.head(i), rows.block(i));
+        load.rows(shared + T::kRing + slot * T::kSlotBytes, p.dout, p.dout_row_stride, p.dout_head_stride, rows.head(i), rows.row(i));
     }
     __device__ __forceinline__ void refill(int i) const {
         if (i > 0 && i % RowBlocks<T>::kPeriod == 0 && threadIdx.x < 32) blocks().refill(i);
@@ -133,7 +133,7 @@ struct KeyStationary {
         if (rows.clean(i)) return;
         int const begin = rows.key_begin();
         mask_columns(own, p.fwd, rows.region() != 0, begin + rows.num_keys(), begin + warp.first_row(),
-                     rows.block(i) * T::kBlockM + warp.first_column());
+                     rows.row(i) + warp.first_column());
     }
     // acc to the item's rows of dk or dv: the context's tensor, or the decoded keys'.
     __device__ __forceinline__ void store(float const (&acc)[1][T::kOutTiles][4], WideWarp<T> const& warp, void* to_context,
