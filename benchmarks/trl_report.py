@@ -13,7 +13,11 @@ Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 
 MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen3-1.7b": "Qwen3-1.7B"}
-NAMES = {"reward": "Reward", "loss": "Loss", "grad_norm": "Gradient norm"}
+NAMES = {
+    "reward": "Reward",
+    "loss": "Loss (of on-policy steps: 0 up to rounding)",
+    "grad_norm": "Gradient norm",
+}
 REPLICATED = ("trl-replicated-sdpa", "trl-replicated-flash_attention_2")
 
 
@@ -189,6 +193,11 @@ def training(data: dict[str, Any], table: Table) -> str:
                 f"replicated runs of two seeds by {values['other_seed']:.2g}; the mean of the shared runs\n"
                 f"lies between the replicated runs at {values['inside']:.0%} of the steps."
             )
+    if sentences and len({run.settings["seed"] for run in runs}) == 3:
+        sentences.append(
+            "Where chance alone makes the difference, the mean of three lies between three others at 63%\n"
+            "of the steps (normally distributed values)."
+        )
     for variant, found in summary(runs).items():
         first, last = found["first_rewards"], found["last_rewards"]
         gain = sum(last) / len(last) - sum(first) / len(first)
