@@ -1,5 +1,5 @@
-// After the backward: dQ tiles of the fp32 accumulator to rows, times softmax_scale; partial dK, dV of row splits summed in
-// a fixed order. The accumulator keeps each tile in the order of the consumers' registers, so that it is written, read
+// After the backward, in one launch: dQ tiles of the fp32 accumulator to rows, times softmax_scale; partial dK, dV of row splits
+// summed in a fixed order. The accumulator keeps each tile in the order of the consumers' registers, so that it is written, read
 // and converted without a transpose: float4 number 128 i + t of a warpgroup's part holds registers 4 i .. 4 i + 3 of thread t.
 #pragma once
 
@@ -7,15 +7,16 @@
 
 namespace flash_attn::sm90 {
 
-// Grid (64-row blocks, query heads of the chunk, warpgroups' shares of the columns), 128 threads.
+// One warpgroup's share of the columns of a 64-row block. index: block, then share, then query head of the chunk.
 template <class T>
-__global__ void __launch_bounds__(128) bwd_convert_dq(BwdParams const p) {
+__device__ __forceinline__ void convert_dq(BwdParams const& p, int index) {
     using Element = typename T::Element;
-    constexpr int kColumns = T::kDqColumns;
-    int const row = blockIdx.x * kBlockRows, part = blockIdx.z;
-    int const head = p.head_k_begin * (p.fwd.num_heads / p.fwd.num_heads_k) + blockIdx.y;
+    constexpr int kColumns = T::kDqColumns, kParts = T::kHeadDim / kColumns;
+    int const blocks = (p.fwd.total_q + kBlockRows - 1) / kBlockRows;
+    int const row = index % blocks * kBlockRows, part = index / blocks % kParts, chunk_head = index / blocks / kParts;
+    int const head = p.head_k_begin * (p.fwd.num_heads / p.fwd.num_heads_k) + chunk_head;
     float4 const* const tile =
-        reinterpret_cast<float4 const*>(p.dq_accum + (blockIdx.y * p.rows_padded + row) * T::kHeadDim +
+        reinterpret_cast<float4 const*>(p.dq_accum + (chunk_head * p.rows_padded + row) * T::kHeadDim +
                                         part * T::kDqFloats) +
         threadIdx.x;
     float dq[kColumns / 2];
@@ -27,30 +28,47 @@ __global__ void __launch_bounds__(128) bwd_convert_dq(BwdParams const p) {
                                   p.fwd.total_q - row, p.fwd.head_dim - part * kColumns);
 }
 
-// Grid (key items, kv heads of the chunk), a thread per two columns of a row. Acts on the first split of each key tile.
-template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(256) bwd_sum_splits(BwdParams const p) {
-    KeyItem const item = p.fwd.plan.key_items[blockIdx.x];
-    if (item.num_keys == 0 || item.split != 0) { return; }
-    int const head = p.head_k_begin + blockIdx.y;
-    int64_t const row_stride = int64_t(p.fwd.num_heads_k) * kHeadDim, split_stride = p.fwd.total_context * row_stride;
-    for (int i = threadIdx.x; i < item.num_keys * kHeadDim / 2; i += 256) {
-        int const key = item.key_begin + i / (kHeadDim / 2), column = i % (kHeadDim / 2) * 2;
+// dK and dV of a context tile and kv head: of its keys a share for every split's entry in the list. Four columns a thread.
+template <class T>
+__device__ __forceinline__ void sum_splits(BwdParams const& p, KeyItem const& item, int head) {
+    using Element = typename T::Element;
+    constexpr int kVectors = T::kHeadDim / 4;
+    int64_t const row_stride = int64_t(p.fwd.num_heads_k) * T::kHeadDim, split_stride = p.fwd.total_context * row_stride;
+    float const scale = p.fwd.softmax_scale;
+    int const last = item.num_keys * (item.split + 1) / p.num_splits * kVectors;
+    for (int i = item.num_keys * item.split / p.num_splits * kVectors + threadIdx.x; i < last; i += 128) {
+        int const key = item.key_begin + i / kVectors, column = i % kVectors * 4;
         if (column >= p.fwd.head_dim) { continue; }
-        int64_t const at = key * row_stride + head * kHeadDim + column;
-        float2 dk = make_float2(0.f, 0.f), dv = dk;
+        int64_t const at = key * row_stride + head * T::kHeadDim + column;
+        float4 dk = make_float4(0.f, 0.f, 0.f, 0.f), dv = dk;
+#pragma unroll 4
         for (int split = 0; split < p.num_splits; ++split) {
-            float2 const x = *reinterpret_cast<float2 const*>(p.dk_partial + split * split_stride + at);
-            float2 const y = *reinterpret_cast<float2 const*>(p.dv_partial + split * split_stride + at);
-            dk.x += x.x, dk.y += x.y, dv.x += y.x, dv.y += y.y;
+            float4 const x = __ldcs(reinterpret_cast<float4 const*>(p.dk_partial + split * split_stride + at));
+            float4 const y = __ldcs(reinterpret_cast<float4 const*>(p.dv_partial + split * split_stride + at));
+            dk.x += x.x, dk.y += x.y, dk.z += x.z, dk.w += x.w;
+            dv.x += y.x, dv.y += y.y, dv.z += y.z, dv.w += y.w;
         }
-        float const scale = p.fwd.softmax_scale;
-        auto const put = [&](void* out, int64_t stride, int64_t head_stride, uint32_t value) {
-            *reinterpret_cast<uint32_t*>(static_cast<Element*>(out) + key * stride + head * head_stride + column) =
-                value;
+        auto const put = [&](void* out, int64_t stride, int64_t head_stride, float4 const& x, float factor) {
+            *reinterpret_cast<uint2*>(static_cast<Element*>(out) + key * stride + head * head_stride + column) =
+                make_uint2(pack<Element>(x.x * factor, x.y * factor), pack<Element>(x.z * factor, x.w * factor));
         };
-        put(p.dk_context, p.dk_context_row_stride, p.dk_context_head_stride, pack<Element>(dk.x * scale, dk.y * scale));
-        put(p.dv_context, p.dv_context_row_stride, p.dv_context_head_stride, pack<Element>(dv.x, dv.y));
+        put(p.dk_context, p.dk_context_row_stride, p.dk_context_head_stride, dk, scale);
+        put(p.dv_context, p.dv_context_row_stride, p.dv_context_head_stride, dv, 1.f);
+    }
+}
+
+// 128 threads. The first num_sums blocks: key items of each kv head of the chunk; then pieces of dQ.
+template <class T>
+__global__ void __launch_bounds__(128) bwd_finish(BwdParams const p, int num_sums) {
+    wait_for_last_kernel();
+    int const index = blockIdx.x;
+    if (index >= num_sums) {
+        convert_dq<T>(p, index - num_sums);
+        return;
+    }
+    KeyItem const item = p.fwd.plan.key_items[index % p.fwd.plan.num_key_items];
+    if (item.num_keys > 0 && item.split >= 0) {
+        sum_splits<T>(p, item, p.head_k_begin + index / p.fwd.plan.num_key_items);
     }
 }
 

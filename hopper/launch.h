@@ -62,6 +62,7 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
     if (item.num_keys == 0) { return; }
     KeyItem other;
     bool const paired = find_pair<T>(plan, item_index, item, other);
+    let_next_kernel_start();
     if (threadIdx.x == 0) {
         s.init();
         s.item = item;
@@ -70,6 +71,7 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
         fence_barrier_init();
     }
     __syncthreads();
+    wait_for_last_kernel();
     if (paired) { cluster_sync(); }
     if (threadIdx.x < 128) {
         shrink_registers<T::kLoadRegisters>();
@@ -98,12 +100,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(T::kThreads, 1)
     args.order.decode_keys(args.params.fwd.plan, 1, blockIdx.x / 2, item_index, head);
     KeyItem const item = args.params.fwd.plan.key_items[item_index];
     if (item.num_keys == 0) { return; }
+    let_next_kernel_start();
     if (threadIdx.x == 0) {
         s.init();
         s.item = item;
         s.head_k = head;
         fence_barrier_init();
     }
+    wait_for_last_kernel();
     cluster_sync();
     int const warpgroup = uniform_warpgroup();
     if (warpgroup == 0) {
@@ -185,6 +189,8 @@ cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
     }
 }
 
+constexpr int kFewItemsPerSm = 12;  // entries of the key list for all heads, surplus ones too
+
 // Traits of the backward at a head dim, the kernel, items of a cluster of two CTAs.
 template <class T>
 struct BwdKernel {
@@ -205,6 +211,23 @@ template <class Element, int kHeadDim, bool kSoftcap, bool kWithDq>
 using BwdTraitsOf = std::conditional_t<(kHeadDim > 128), BwdWideTraits<Element, kHeadDim, kSoftcap, kWithDq>,
                                        BwdTraits<Element, kHeadDim, kSoftcap, kWithDq>>;
 
+// A launch that need not wait for the end of the kernel before it: `kernel` calls wait_for_last_kernel.
+template <class... Args>
+cudaError_t launch_behind(void (*kernel)(Args...), dim3 grid, int threads, int bytes, cudaStream_t stream,
+                          std::remove_const_t<Args> const&... args) {
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
 template <class T>
 cudaError_t launch_bwd(BwdParams const& p, cudaStream_t stream) {
     using Element = typename T::Element;
@@ -218,14 +241,18 @@ cudaError_t launch_bwd(BwdParams const& p, cudaStream_t stream) {
                                                                 f.head_dim, p.dout_row_stride, p.dout_head_stride)));
     FLASH_ATTN_TRY((make_key_maps<Element, typename T::TileK>(f, args.maps.keys[0], args.maps.keys[1])));
     int const heads = p.head_k_end - p.head_k_begin;
-    // Head after head: all CTAs read the same rows at about the same time, and update the same dQ.
-    args.order = {(f.plan.num_key_items + Kernel::kItems - 1) / Kernel::kItems, heads, 1, p.head_k_begin};
+    // Head after head: all CTAs read the same rows at about the same time, and update the same dQ. Few items: the long ones of all
+    // heads first, since a launch is as long as the SM with most to do.
+    int const items = (f.plan.num_key_items + Kernel::kItems - 1) / Kernel::kItems;
+    int processors;
+    FLASH_ATTN_TRY(num_multiprocessors(processors));
+    bool const few = int64_t(f.plan.num_key_items) * heads <= int64_t(kFewItemsPerSm) * processors;
+    args.order = {items, heads, few ? heads : 1, p.head_k_begin};
     if (args.order.size() == 0) { return cudaSuccess; }
     constexpr int kBytes = sizeof(typename Kernel::Storage);
     static_assert(kBytes <= 227 * 1024);
     FLASH_ATTN_TRY(cudaFuncSetAttribute(Kernel::kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    Kernel::kKernel<<<args.order.size() * 2, T::kThreads, kBytes, stream>>>(args);
-    return cudaGetLastError();
+    return launch_behind(Kernel::kKernel, dim3(args.order.size() * 2), T::kThreads, kBytes, stream, args);
 }
 
 template <typename Element, int kHeadDim>
@@ -264,19 +291,12 @@ cudaError_t run_bwd_post(BwdParams const& p, cudaStream_t stream) {
     } else {
         using T = BwdTraitsOf<Element, kHeadDim, false, true>;
         FwdParams const& f = p.fwd;
-        unsigned const heads = p.head_k_end - p.head_k_begin;
-        if (heads == 0) { return cudaSuccess; }
-        if (p.dq_accum != nullptr && f.total_q > 0) {
-            dim3 const grid((f.total_q + kBlockRows - 1) / kBlockRows, heads * (f.num_heads / f.num_heads_k),
-                            kHeadDim / T::kDqColumns);
-            bwd_convert_dq<T><<<grid, 128, 0, stream>>>(p);
-            FLASH_ATTN_TRY(cudaGetLastError());
-        }
-        if (p.dk_partial != nullptr && f.plan.num_key_items > 0) {
-            bwd_sum_splits<Element, kHeadDim><<<dim3(f.plan.num_key_items, heads), 256, 0, stream>>>(p);
-            FLASH_ATTN_TRY(cudaGetLastError());
-        }
-        return cudaSuccess;
+        int const heads = p.head_k_end - p.head_k_begin;
+        int const blocks = p.dq_accum != nullptr ? (f.total_q + kBlockRows - 1) / kBlockRows : 0;
+        int const sums = p.dk_partial != nullptr ? f.plan.num_key_items * heads : 0;
+        int const converts = blocks * (T::kHeadDim / T::kDqColumns) * heads * (f.num_heads / f.num_heads_k);
+        if (sums + converts == 0) { return cudaSuccess; }
+        return launch_behind(bwd_finish<T>, dim3(sums + converts), 128, 0, stream, p, sums);
     }
 }
 

@@ -35,6 +35,9 @@ __global__ void __launch_bounds__(kThreads) bwd_preprocess_kernel(__grid_constan
     int const heads_per_kv = p.fwd.num_heads / p.fwd.num_heads_k;
     int const chunk_head = blockIdx.y, head = p.head_k_begin * heads_per_kv + chunk_head;
 
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");  // the main kernel waits for this one's results itself
+#endif
     float sum = 0.f, lse = -INFINITY;
     if (row < p.fwd.total_q) {
         using Element = typename std::remove_reference<decltype(Pair{}.x)>::type;
