@@ -106,6 +106,7 @@ def start_processes() -> None:
         os.environ.setdefault(name, value)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
+        torch.set_num_threads(1)  # what Ray and torchrun give a worker
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     if not on_gpu:
