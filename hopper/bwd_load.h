@@ -6,6 +6,7 @@
 
 #include "cluster.h"
 #include "fwd_load.h"
+#include "row_blocks.h"
 
 namespace flash_attn::sm90 {
 
@@ -103,61 +104,38 @@ __device__ __forceinline__ void bwd_load(BwdArgs const& args, BwdStorage<T>& s) 
     int const group = p.fwd.num_heads / p.fwd.num_heads_k;
 #pragma unroll 1
     for (int head = s.head_k * group; head < (s.head_k + 1) * group; ++head) {
-        // 32 blocks at a time, one a lane: two ballots say which are visited and which need the mask.
-#pragma unroll 1
-        for (int last = (item.row_end + kM - 1) / kM - 1; last >= s.row_begin / kM; last -= 32) {
-            int const block = last - lane;
-            bool visited = false, masked = block * kM < item.row_begin || (block + 1) * kM > item.row_end;
-            if (block >= s.row_begin / kM) {
+        auto const visit = [&](int block, bool masked) {
+            int const row = block * kM;
+            Barrier& full = s.full[kOperand][ring.stage];
+            s.empty[kOperand][ring.stage].wait(ring.phase ^ 1);
+            bool const whole = row + kM <= item.row_end;
+            if (lane == 0) {
+                if constexpr (kOperand == 0) {
+                    s.stage_rows[ring.stage] = {
+                        (head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) + row / kBlockRows,
+                        2 * block + masked};
+                }
+                if (whole) { full.arrive_and_expect(kM * 4 + TileQ::kBytes); }
+                bulk_load(s.scalars[kOperand][ring.stage],
+                          (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row, kM * 4, full);
+                if (whole && s.paired) {
 #pragma unroll
-                for (int i = block * (kM / kBlockRows); i < (block + 1) * (kM / kBlockRows); ++i) {
-                    if (i * kBlockRows >= item.row_end) { break; }
-                    KeySpan const* const spans = &p.fwd.plan.block_span[i].context;
-                    int4 const x = __ldg(
-                        reinterpret_cast<int4 const*>(spans + (item.region ? 0 : 1)));  // begin, full_begin, full_end, end
-                    visited |= x.x < s.key_end && s.key_begin < x.w;
-                    masked |= x.y > item.key_begin || x.z < item.key_begin + T::kBlockN;
+                    for (int c = 0; c < TileQ::kChunks; ++c) {
+                        if ((c + kOperand) % 2 != rank) { continue; }
+                        tma_load_multicast(reinterpret_cast<char*>(stages[ring.stage]) + c * TileQ::kChunkBytes, map_rows,
+                                           c * TileQ::kChunk, row, head, full, 3, kEvictFirst);
+                    }
+                } else if (whole) {
+                    load_tile<TileQ>(stages[ring.stage], map_rows, row, head, full, kEvictFirst);
                 }
             }
-            uint32_t todo = __ballot_sync(0xffffffff, visited);
-            uint32_t const mask = __ballot_sync(0xffffffff, masked);
-#pragma unroll 1
-            for (; todo != 0; todo &= todo - 1) {
-                int const i = __ffs(todo) - 1;
-                int const row = (last - i) * kM;
-                Barrier& full = s.full[kOperand][ring.stage];
-                s.empty[kOperand][ring.stage].wait(ring.phase ^ 1);
-                bool const whole = row + kM <= item.row_end;
-                if (lane == 0) {
-                    if constexpr (kOperand == 0) {
-                        StageRows& rows = s.stage_rows[ring.stage];
-                        rows.dq_tile = (head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) +
-                                       (last - i) * (kM / kBlockRows);
-                        rows.block_and_mask = 2 * (last - i) + int(mask >> i & 1);
-                    }
-                    if (whole) { full.arrive_and_expect(kM * 4 + TileQ::kBytes); }
-                    bulk_load(s.scalars[kOperand][ring.stage],
-                              (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row,
-                              kM * 4, full);
-                    if (whole && s.paired) {
-#pragma unroll
-                        for (int c = 0; c < TileQ::kChunks; ++c) {
-                            if ((c + kOperand) % 2 != rank) { continue; }
-                            tma_load_multicast(
-                                reinterpret_cast<char*>(stages[ring.stage]) + c * TileQ::kChunkBytes, map_rows,
-                                c * TileQ::kChunk, row, head, full, 3, kEvictFirst);
-                        }
-                    } else if (whole) {
-                        load_tile<TileQ>(stages[ring.stage], map_rows, row, head, full, kEvictFirst);
-                    }
-                }
-                if (!whole) {  // rows behind the item's last one may be padding
-                    load_tile_zero_tail<TileQ>(stages[ring.stage], map_rows, row, head, item.row_end - row,
-                                               full, kM * 4, s.tail[kOperand], tail_phase, kEvictFirst, lane);
-                }
-                ring.advance();
+            if (!whole) {  // rows behind the item's last one may be padding
+                load_tile_zero_tail<TileQ>(stages[ring.stage], map_rows, row, head, item.row_end - row, full, kM * 4,
+                                           s.tail[kOperand], tail_phase, kEvictFirst, lane);
             }
-        }
+            ring.advance();
+        };
+        for_row_blocks<kM, T::kBlockN>(p.fwd.plan, item, 0, s.row_begin, s.key_begin, s.key_end, visit);
     }
     if (kOperand == 0) {
         s.empty[0][ring.stage].wait(ring.phase ^ 1);

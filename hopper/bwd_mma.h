@@ -3,8 +3,7 @@
 // P^T and dS^T are register operands; dS^T also goes to shared memory, where the warpgroups exchange it for dQ.
 #pragma once
 
-#include "bwd_load.h"
-#include "epilogue.h"
+#include "bwd_fragments.h"
 
 namespace flash_attn::sm90 {
 
@@ -27,104 +26,20 @@ struct BwdTraits {
     static constexpr bool kDqWhole = kDqTurns || kBlockM > kBlockRows;  // all columns of 64 rows in one warpgroup
     static constexpr int kDqColumns = kDqWhole ? kHeadDim : kHeadDim / kConsumers;
     static constexpr int kDqFloats = kBlockRows * kDqColumns;
-    // Longer blocks: S of the next block is issued behind dK of this one, P waits for dP in 16 bits.
-    static constexpr bool kAhead = kBlockM > kBlockRows && kWithDq;
+    // Longer blocks: S of the next block is issued behind dK of this one.
+    static constexpr bool kAhead = kBlockM > kBlockRows;
+    // Steps of 16 rows in a piece of P^T and dS^T: all of a block's, or of longer ones two.
+    static constexpr int kSteps = kAhead ? 2 : kBlockM / 16, kPieces = kBlockM / 16 / kSteps;
     using TileK = SmemTile<kBlockN, kHeadDim>;
     using TileQ = SmemTile<kBlockM, kHeadDim>;
     using TileS = SmemTile<kBlockN, kBlockM>;  // dS^T: keys x rows
 };
 
-// Scores of pairs that are not visible become -inf. The thread's keys are key and key + 8, its columns rows of the block.
-template <int N>
-__device__ __forceinline__ void mask_rows(float (&scores)[N], BwdParams const& p, KeyItem const& item, int block,
-                                          int key) {
-    key += item.key_begin;
-    int const key_end = item.key_begin + item.num_keys, first_row = block * 2 * N + 2 * (threadIdx.x % 4);
-    constexpr int kTogether = 2;  // more take registers that the loop lacks
-#pragma unroll
-    for (int first = 0; first < N / 2; first += kTogether) {
-        int2 spans[kTogether];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {  // no branch: reads in a chain would take longer than the block's products
-            int const row = first_row + (first + i) / 2 * 8 + i % 2;
-            int const inside = min(max(row, item.row_begin), item.row_end - 1);
-            spans[i] = __ldg(reinterpret_cast<int2 const*>(p.fwd.plan.row_span + inside) + (item.region ? 0 : 1));
-            spans[i].y = inside == row ? min(spans[i].y, key_end) : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float& x = scores[(first + i) / 2 * 4 + 2 * half + i % 2];
-                if (key + 8 * half < spans[i].x || key + 8 * half >= spans[i].y) { x = -INFINITY; }
-            }
-        }
-    }
-}
-
-// A packed accumulator of dS^T to its tile, 8 x 8 matrices four at a time.
-template <class Tile, int N>
-__device__ __forceinline__ void store_packed(uint32_t tile, uint32_t const (&x)[N], int warpgroup) {
-    int const lane = threadIdx.x % 32;
-    int const row = 64 * warpgroup + threadIdx.x % 128 / 32 * 16 + lane % 16;
-    uint32_t const first = tile + row * Tile::kRowBytes + ((lane / 16 ^ row % 8) << 4);
-#pragma unroll
-    for (int j = 0; j < N / 4; ++j) {
-        uint32_t const address = (first ^ (j % 4 << 5)) + j / 4 * Tile::kChunkBytes;  // aligned to the swizzle's period
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[4 * j]),
-                     "r"(x[4 * j + 1]), "r"(x[4 * j + 2]), "r"(x[4 * j + 3])
-                     : "memory");
-    }
-}
-
-// dK (scaled) or dV of 64 keys from `first` of the item on: rows of its region's tensor, or fp32 partials of a row
-// split (not scaled).
-template <class T, bool kDk>
-__device__ __forceinline__ void bwd_store_gradient(BwdParams const& p, KeyItem const& item, int head_k, int first,
-                                                   float const (&acc)[T::kHeadDim / 2]) {
-    using Element = typename T::Element;
-    int const key = item.key_begin + first, num_keys = item.num_keys - first;
-    if (item.split >= 0) {
-        int64_t const stride = int64_t(p.fwd.num_heads_k) * T::kHeadDim;
-        int64_t const offset =
-            (int64_t(item.split) * p.fwd.total_context + key) * stride + int64_t(head_k) * T::kHeadDim;
-        store_rows_fp32<T::kHeadDim>(acc, (kDk ? p.dk_partial : p.dv_partial) + offset, stride, num_keys);
-        return;
-    }
-    void* out = kDk ? p.dk : p.dv;
-    int64_t row_stride = kDk ? p.dk_row_stride : p.dv_row_stride,
-            head_stride = kDk ? p.dk_head_stride : p.dv_head_stride;
-    if (item.region != 0) {
-        out = kDk ? p.dk_context : p.dv_context;
-        row_stride = kDk ? p.dk_context_row_stride : p.dv_context_row_stride;
-        head_stride = kDk ? p.dk_context_head_stride : p.dv_context_head_stride;
-    }
-    float const scale = kDk ? p.fwd.softmax_scale : 1.f;
-    store_rows<Element, T::kHeadDim>(acc, scale, scale,
-                                     static_cast<Element*>(out) + key * row_stride + head_k * head_stride, row_stride,
-                                     num_keys, p.fwd.head_dim);
-}
-
-// The two scalars of the thread's j-th pair of columns, from a stage's row scalars.
-__device__ __forceinline__ float2 column_pair(float const* scalars, int j) {
-    return *reinterpret_cast<float2 const*>(scalars + 8 * j + 2 * (threadIdx.x % 4));
-}
-
-// Minus the scalars of the columns, as what accumulators begin with.
-template <int N>
-__device__ __forceinline__ void fill_columns(float (&x)[N], float const* scalars) {
-#pragma unroll
-    for (int j = 0; j < N / 4; ++j) {
-        float2 const pair = column_pair(scalars, j);
-        x[4 * j] = x[4 * j + 2] = -pair.x;
-        x[4 * j + 1] = x[4 * j + 3] = -pair.y;
-    }
-}
-
 // One warpgroup's state over the blocks of an item. Order of its products: S_i, dQ_{i-1}, dV_i, dP_i, dK_i. dQ comes one
 // block late, so that the exchange of dS never makes one warpgroup wait for the other and the two drift apart: while one
-// computes exponentials, the other has the tensor cores. D enters as initial values of dP^T's accumulators.
-// Longer blocks (kAhead): dV_i, dP_i, dQ_{i-1}, dK_i, S_{i+1}, and no product waits at the loop's end.
+// computes exponentials, the other has the tensor cores.
+// Longer blocks (kAhead): dQ_{i-1}, dV_i, dP_i, dK_i, S_{i+1}. dQ is issued in front of the exponentials and stored between them;
+// P^T and dS^T are made in pieces, and the products of a piece (dV, dK) run under the arithmetic of the next.
 template <class T>
 __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     using Element = typename T::Element;
@@ -153,10 +68,7 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     pin(dv);
     float probs[kM / 2];        // S^T, then P^T
     uint32_t packed_p[kM / 4];  // P^T
-    // P^T in fp16, where fp32 takes too many registers: 11 bits down to 2^-14, steps of 2^-24 below, which counts where rows see
-    // more than some 10^5 keys (README.md).
-    uint32_t weights[kM / 4];
-    float2 lse[kM / 8];
+    float2 scalars[kM / 8];     // of the thread's columns: lse, and behind P^T D
 
     uint32_t const desc_k =
         TileK::template descriptor<Major::K>(operand_address(s.keys[0]) + 64 * TileK::kRowBytes * warpgroup);
@@ -164,13 +76,12 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         TileK::template descriptor<Major::K>(operand_address(s.keys[1]) + 64 * TileK::kRowBytes * warpgroup);
     uint32_t const desc_k_dq = TileK::template descriptor<Major::MN>(
         operand_address(s.keys[0]) + (T::kDqWhole ? 0 : T::kDqColumns / TileK::kChunk * TileK::kChunkBytes * warpgroup));
-    // dV may be under way while dP^T's accumulators are filled, where both its operand P^T and they have registers.
-    constexpr int kPending = kM > kBlockRows ? 0 : 1;
+    constexpr int kSteps = T::kSteps, kPieces = T::kPieces;
     Ring<T::kRowStages> ring;   // the block's stage of Q
     Ring<T::kDoutStages> dout;  // of dO
-    Ring<2> ds;                 // its dS buffer
+    Ring<2> ds = {1, 1};        // dS buffer of the block before; before the first one, nobody waits for it, nobody adds its dQ
     StageRows rows;
-    int dq_tile = 0;  // of the block before
+    int dq_tile = kNoDq;  // of the block before
 
     // Shared memory is busy with operands and a load from it takes hundreds of cycles: every load below is placed where
     // products of this warpgroup are on their way.
@@ -181,8 +92,12 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     auto const fetch_lse = [&] {
         if constexpr (!T::kSoftcap) {  // where tanh needs the registers, lse is read behind it
 #pragma unroll
-            for (int j = 0; j < kM / 8; ++j) { lse[j] = column_pair(s.scalars[0][ring.stage], j); }
+            for (int j = 0; j < kM / 8; ++j) { scalars[j] = column_pair(s.scalars[0][ring.stage], j); }
         }
+    };
+    auto const fetch_d = [&] {
+#pragma unroll
+        for (int j = 0; j < kM / 8; ++j) { scalars[j] = column_pair(s.scalars[1][dout.stage], j); }
     };
     auto const issue_scores = [&] {
         pin(probs);
@@ -191,64 +106,70 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
             probs, desc_k, TileQ::template descriptor<Major::K>(operand_address(s.rows[ring.stage])));
         wgmma_commit();
     };
-    // S^T to P^T.
-    auto const probabilities = [&] {
+    // A piece's P^T and its part of dV.
+    auto const issue_dv = [&](int piece) {
+#pragma unroll
+        for (int j = 2 * kSteps * piece; j < 2 * kSteps * (piece + 1); ++j) {
+            if constexpr (T::kSoftcap) { scalars[j] = column_pair(s.scalars[0][ring.stage], j); }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float& x = probs[4 * j + 2 * half];
+                float& y = probs[4 * j + 2 * half + 1];
+                float const px = exp2_approx(x * scale_log2 - scalars[j].x),
+                            py = exp2_approx(y * scale_log2 - scalars[j].y);
+                packed_p[2 * j + half] = pack<Element>(px, py);
+                x = T::kSoftcap ? px * fmaxf(1.f - x * x, 0.f) : px;  // dS takes tanh's derivative along
+                y = T::kSoftcap ? py * fmaxf(1.f - y * y, 0.f) : py;
+            }
+        }
+        if (!T::kAhead) { s.full[1][dout.stage].wait(dout.phase); }
+        auto& operand = part<4 * kSteps>(packed_p, piece);
+        pin(operand);
+        wgmma_fence();
+        gemm_rs<Element, kD, kSteps, TileQ, Major::MN, false>(
+            dv, operand,
+            TileQ::template descriptor<Major::MN>(operand_address(s.rows[T::kRowStages + dout.stage])) +
+                TileQ::template step<Major::MN>(kSteps * piece));
+        wgmma_commit();
+    };
+    // Behind S^T, in front of the pieces of P^T and dV.
+    auto const begin_values = [&] {
         pin(probs);
         if constexpr (T::kSoftcap) {
 #pragma unroll
             for (float& x : probs) { x = tanh_approx(x * tanh_scale); }
         }
         if (rows.masked()) { mask_rows(probs, p, s.item, rows.block(), 64 * warpgroup + thread / 32 * 16 + lane / 4); }
-#pragma unroll
-        for (int j = 0; j < kM / 8; ++j) {
-            if constexpr (T::kSoftcap) { lse[j] = column_pair(s.scalars[0][ring.stage], j); }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float& x = probs[4 * j + 2 * half];
-                float& y = probs[4 * j + 2 * half + 1];
-                float const px = exp2_approx(x * scale_log2 - lse[j].x), py = exp2_approx(y * scale_log2 - lse[j].y);
-                packed_p[2 * j + half] = pack<Element>(px, py);
-                x = T::kSoftcap ? px * fmaxf(1.f - x * x, 0.f) : px;  // dS takes tanh's derivative along
-                y = T::kSoftcap ? py * fmaxf(1.f - y * y, 0.f) : py;
-                if constexpr (T::kAhead) { weights[2 * j + half] = pack<cutlass::half_t>(x, y); }
-            }
-        }
-    };
-    auto const fill_dprobs = [&](float(&dprobs)[kM / 2]) {
-        s.full[1][dout.stage].wait(dout.phase);
-        fill_columns(dprobs, s.scalars[1][dout.stage]);
-    };
-    auto const issue_dv = [&] {
-        s.full[1][dout.stage].wait(dout.phase);
-        pin(packed_p);
-        wgmma_fence();
-        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
-            dv, packed_p, TileQ::template descriptor<Major::MN>(operand_address(s.rows[T::kRowStages + dout.stage])));
-        wgmma_commit();
+        if (T::kAhead) { s.full[1][dout.stage].wait(dout.phase); }
     };
     auto const issue_dprobs = [&](float(&dprobs)[kM / 2]) {
         pin(dprobs);
         wgmma_fence();
-        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, false>(
+        gemm_ss<Element, kM, kD / 16, TileK, Major::K, TileQ, Major::K, true>(
             dprobs, desc_v, TileQ::template descriptor<Major::K>(operand_address(s.rows[T::kRowStages + dout.stage])));
         wgmma_commit();
     };
-    // dS^T, a register operand, and dK.
+    // dS^T, a register operand, and dK, piece by piece.
     auto const issue_dk = [&](float(&dprobs)[kM / 2], uint32_t(&packed)[kM / 4]) {
         pin(dprobs);
         pin(dv);
         release(s.empty[1][dout.stage]);
         dout.advance();
 #pragma unroll
-        for (int i = 0; i < kM / 4; ++i) {
-            float2 weight = make_float2(probs[2 * i], probs[2 * i + 1]);
-            if constexpr (T::kAhead) { weight = __half22float2(*reinterpret_cast<__half2 const*>(&weights[i])); }
-            packed[i] = pack<Element>(weight.x * dprobs[2 * i], weight.y * dprobs[2 * i + 1]);
+        for (int piece = 0; piece < kPieces; ++piece) {
+            auto& operand = part<4 * kSteps>(packed, piece);
+#pragma unroll
+            for (int i = 4 * kSteps * piece; i < 4 * kSteps * (piece + 1); ++i) {
+                packed[i] = pack<Element>(probs[2 * i] * (dprobs[2 * i] - scalars[i / 2].x),
+                                          probs[2 * i + 1] * (dprobs[2 * i + 1] - scalars[i / 2].y));
+            }
+            pin(operand);
+            wgmma_fence();
+            gemm_rs<Element, kD, kSteps, TileQ, Major::MN, false>(
+                dk, operand,
+                TileQ::template descriptor<Major::MN>(operand_address(s.rows[ring.stage])) +
+                    TileQ::template step<Major::MN>(kSteps * piece));
         }
-        pin(packed);
-        wgmma_fence();
-        gemm_rs<Element, kD, kM / 16, TileQ, Major::MN, false>(
-            dk, packed, TileQ::template descriptor<Major::MN>(operand_address(s.rows[ring.stage])));
         wgmma_commit();
     };
     // dS^T for the other warpgroup. Two buffers suffice: who writes this one has waited for the other's part of the next
@@ -259,7 +180,14 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         __syncwarp();
         if (lane == 0) { s.ds_full[ds.stage].arrive(); }
     };
-    auto const next_block = [&] {
+    // Blocks of 64 rows: what follows P^T and dV.
+    auto const finish_block = [&](float(&dprobs)[kM / 2]) {
+        uint32_t packed[kM / 4];
+        issue_dprobs(dprobs);
+        wgmma_wait<0>();
+        issue_dk(dprobs, packed);
+        ds.advance();
+        if constexpr (T::kWithDq) { share_ds(packed); }
         int const stage = ring.stage;
         dq_tile = rows.dq_tile;
         ring.advance();
@@ -292,13 +220,13 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         fence_async_proxy();
         named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
     };
-    // dQ of the block before with nothing beside it: where warpgroups take turns, and where registers are short.
-    auto const dq_alone = [&](int of) {
-        if (!T::kDqTurns || ds.stage == warpgroup) {
+
+    auto const last_dq = [&] {
+        if (T::kWithDq && (!T::kDqTurns || ds.stage == warpgroup)) {
             float dq[T::kDqColumns / 2];
             issue_dq(dq);
             wgmma_wait<0>();
-            store_dq(dq, of, [] {});
+            store_dq(dq, dq_tile, [] {});
         }
     };
 
@@ -306,90 +234,79 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
     fetch_block();
     fetch_lse();
     if constexpr (T::kAhead) {
-        ds = {1, 1};  // dQ of what was before the first block: nobody waits, nobody adds it
-        dq_tile = kNoDq;
         issue_scores();
         wgmma_wait<0>();
 #pragma unroll 1
         while (rows.dq_tile >= 0) {
             float dprobs[kM / 2], dq[T::kDqColumns / 2];
-            int const stage = ring.stage, tile = rows.dq_tile, tile_before = dq_tile;
-            probabilities();
-            issue_dv();
-            fill_dprobs(dprobs);
+            int const stage = ring.stage, tile = rows.dq_tile;
+            if constexpr (T::kWithDq) { issue_dq(dq); }
+            begin_values();
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) {
+                if (T::kWithDq && piece == kPieces / 2) {
+                    wgmma_wait<kPieces / 2>();  // dQ
+                    store_dq(dq, dq_tile, [] {});
+                }
+                issue_dv(piece);
+            }
+            dq_tile = tile;
+            fetch_d();
+            wgmma_wait<0>();
             issue_dprobs(dprobs);
-            issue_dq(dq);
-            wgmma_wait<1>();  // dP^T
+            wgmma_wait<0>();
             issue_dk(dprobs, packed_p);
             ring.advance();
             fetch_block();
             issue_scores();
-            wgmma_wait<2>();  // dQ
             ds.advance();
-            share_ds(packed_p);
-            dq_tile = tile;
-            store_dq(dq, tile_before, fetch_lse);
+            if constexpr (T::kWithDq) { share_ds(packed_p); }
+            fetch_lse();
             wgmma_wait<1>();
             pin(dk);
             release(s.empty[0][stage]);
             wgmma_wait<0>();
         }
-        if (dq_tile >= 0) { dq_alone(dq_tile); }
+        if (dq_tile >= 0) { last_dq(); }
     } else if (rows.dq_tile >= 0) {
         {
             float dprobs[kM / 2];
-            uint32_t packed[kM / 4];
             issue_scores();
             wgmma_wait<0>();
-            probabilities();
-            issue_dv();
-            wgmma_wait<kPending>();
-            named_sync(kScoreBarrier + warpgroup, 128);
-            fill_dprobs(dprobs);
-            issue_dprobs(dprobs);
-            wgmma_wait<0>();
-            issue_dk(dprobs, packed);
-            if constexpr (T::kWithDq) { share_ds(packed); }
-            next_block();
+            begin_values();
+            issue_dv(0);
+            fetch_d();
+            finish_block(dprobs);
         }
 #pragma unroll 1
         while (rows.dq_tile >= 0) {
             float dprobs[kM / 2];
-            uint32_t packed[kM / 4];
-            issue_scores();
-            if constexpr (T::kWithDq && !T::kDqTurns) {
+            if (T::kWithDq && (!T::kDqTurns || ds.stage == warpgroup)) {
                 float dq[T::kDqColumns / 2];
+                issue_scores();
                 issue_dq(dq);
                 wgmma_wait<1>();  // S^T
-                probabilities();
-                issue_dv();
-                wgmma_wait<kPending>();
-                store_dq(dq, dq_tile, [&] { fill_dprobs(dprobs); });
-                issue_dprobs(dprobs);
-                wgmma_wait<0>();
-                issue_dk(dprobs, packed);
-                ds.advance();
-                share_ds(packed);
+                begin_values();
+                issue_dv(0);
+                wgmma_wait<T::kSoftcap ? 0 : 1>();  // dQ; with tanh, dV too
+                store_dq(dq, dq_tile, fetch_d);
+                if (T::kDqTurns) { wgmma_wait<0>(); }
             } else {
+                issue_scores();
                 wgmma_wait<0>();
-                probabilities();
-                issue_dv();
+                begin_values();
+                issue_dv(0);
                 if constexpr (T::kWithDq) {
-                    dq_alone(dq_tile);
-                } else {  // the barrier keeps ptxas from loading D early, in registers that it then spills others for
-                    wgmma_wait<kPending>();
+                    wgmma_wait<0>();
+                } else {
+                    wgmma_wait<1>();
                     named_sync(kScoreBarrier + warpgroup, 128);
                 }
-                fill_dprobs(dprobs);
-                issue_dprobs(dprobs);
-                wgmma_wait<0>();
-                issue_dk(dprobs, packed);
-                ds.advance();
-                if constexpr (T::kWithDq) { share_ds(packed); }
+                fetch_d();
             }
-            next_block();
+            finish_block(dprobs);
         }
-        if constexpr (T::kWithDq) { dq_alone(dq_tile); }
+        last_dq();
     }
     if constexpr (T::kWithDq) {
         named_sync(kDqEmptyBarrier + warpgroup, 128 + 32);

@@ -4,8 +4,7 @@
 // some 64-column chunks of dQ over all 128 keys. Warp 0 loads K, Q and lse, warp 1 V, dO and D.
 #pragma once
 
-#include "bwd_mma.h"
-#include "cluster.h"
+#include "bwd_load.h"
 
 namespace flash_attn::sm90 {
 
@@ -145,59 +144,40 @@ __device__ __forceinline__ void bwd_wide_load(BwdArgs const& args, BwdWideStorag
     constexpr int kFirst = kOperand ? T::kQStages : 0;
     Ring<(kOperand ? T::kDoutStages : T::kQStages)> ring;
     int const group = p.fwd.num_heads / p.fwd.num_heads_k;
-    int const key_begin = item.key_begin + T::kKeys * rank;
 #pragma unroll 1
     for (int head = s.head_k * group; head < (s.head_k + 1) * group; ++head) {
-        // 32 blocks at a time, one a lane: two ballots say which are visited (by both CTAs) and which need the mask.
-#pragma unroll 1
-        for (int last = (item.row_end + kBlockRows - 1) / kBlockRows - 1; last >= item.row_begin / kBlockRows;
-             last -= 32) {
-            int const block = last - lane;
-            bool visited = false, masked = false;
-            if (block >= item.row_begin / kBlockRows) {
-                KeySpan const* const spans = &p.fwd.plan.block_span[block].context;
-                int4 const x = __ldg(
-                    reinterpret_cast<int4 const*>(spans + (item.region ? 0 : 1)));  // begin, full_begin, full_end, end
-                visited = x.x < item.key_begin + item.num_keys && item.key_begin < x.w;
-                masked = x.y > key_begin || x.z < key_begin + T::kKeys || item.num_keys < T::kKeys * (rank + 1) ||
-                         block * kBlockRows < item.row_begin || (block + 1) * kBlockRows > item.row_end;
-            }
-            uint32_t todo = __ballot_sync(0xffffffff, visited);
-            uint32_t const mask = __ballot_sync(0xffffffff, masked);
-#pragma unroll 1
-            for (; todo != 0; todo &= todo - 1) {
-                int const i = __ffs(todo) - 1;
-                int const row = (last - i) * kBlockRows;
-                Barrier& full = s.full[kFirst + ring.stage];
-                char* const dst = reinterpret_cast<char*>(s.rows[kFirst + ring.stage]);
-                s.empty[kFirst + ring.stage].wait(ring.phase ^ 1);
-                bool const whole = row + kBlockRows <= item.row_end;
-                if (lane == 0) {
-                    if constexpr (kOperand == 0) {
-                        StageRows& rows = s.stage_rows[ring.stage];
-                        rows.dq_tile = (head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) + last - i;
-                        rows.block_and_mask = 2 * (last - i) + int(mask >> i & 1);
-                    }
-                    if (whole) { full.arrive_and_expect(kBlockRows * 4 + TileQ::kBytes); }
-                    bulk_load(s.scalars[kFirst + ring.stage],
-                              (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row,
-                              kBlockRows * 4, full);
-                    if (whole) {
+        auto const visit = [&](int block, bool masked) {
+            int const row = block * kBlockRows;
+            Barrier& full = s.full[kFirst + ring.stage];
+            char* const dst = reinterpret_cast<char*>(s.rows[kFirst + ring.stage]);
+            s.empty[kFirst + ring.stage].wait(ring.phase ^ 1);
+            bool const whole = row + kBlockRows <= item.row_end;
+            if (lane == 0) {
+                if constexpr (kOperand == 0) {
+                    s.stage_rows[ring.stage] = {
+                        (head - p.head_k_begin * group) * int(p.rows_padded / kBlockRows) + block, 2 * block + masked};
+                }
+                if (whole) { full.arrive_and_expect(kBlockRows * 4 + TileQ::kBytes); }
+                bulk_load(s.scalars[kFirst + ring.stage],
+                          (kOperand == 0 ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row, kBlockRows * 4,
+                          full);
+                if (whole) {
 #pragma unroll
-                        for (int c = 0; c < T::kChunks; ++c) {
-                            tma_load_multicast(dst + c * TileQ::kChunkBytes + rank * T::HalfQ::kChunkBytes, map_rows,
-                                               64 * c, row + kBlockRows / 2 * rank, head, full, 3, kEvictFirst);
-                        }
+                    for (int c = 0; c < T::kChunks; ++c) {
+                        tma_load_multicast(dst + c * TileQ::kChunkBytes + rank * T::HalfQ::kChunkBytes, map_rows, 64 * c,
+                                           row + kBlockRows / 2 * rank, head, full, 3, kEvictFirst);
                     }
                 }
-                if (!whole) {  // rows behind the item's last one may be padding
-                    load_and_zero<TileQ>(dst, item.row_end - row, s.tail[kOperand], tail_phase, lane,
-                                         [&](Barrier& bar) { load_rows<T>(dst, map_rows, row, head, bar); });
-                    if (lane == 0) { full.arrive_and_expect(kBlockRows * 4); }
-                }
-                ring.advance();
             }
-        }
+            if (!whole) {  // rows behind the item's last one may be padding
+                load_and_zero<TileQ>(dst, item.row_end - row, s.tail[kOperand], tail_phase, lane,
+                                     [&](Barrier& bar) { load_rows<T>(dst, map_rows, row, head, bar); });
+                if (lane == 0) { full.arrive_and_expect(kBlockRows * 4); }
+            }
+            ring.advance();
+        };
+        for_row_blocks<kBlockRows, T::kKeys>(p.fwd.plan, item, T::kKeys * rank, item.row_begin, item.key_begin,
+                                             item.key_begin + item.num_keys, visit);
     }
     if (kOperand == 0) {
         s.empty[ring.stage].wait(ring.phase ^ 1);

@@ -6,6 +6,7 @@
 // S of the next block is issued behind dV of this one, dP of the next behind dK.
 #pragma once
 
+#include "bwd_fragments.h"
 #include "bwd_wide_load.h"
 
 namespace flash_attn::sm90 {
@@ -34,18 +35,6 @@ __device__ __forceinline__ void load_packed(uint32_t tile, uint32_t (&x)[16]) {
                      : "=r"(x[4 * j]), "=r"(x[4 * j + 1]), "=r"(x[4 * j + 2]), "=r"(x[4 * j + 3])
                      : "r"(first ^ (j << 5))
                      : "memory");
-    }
-}
-
-// The two scalars of each of the thread's column pairs, from a stage's row scalars: lse and D enter as initial values of the
-// accumulators of S^T and dP^T, P = exp2(scale (S - lse / scale)), dS = P (dP - D), without a load behind the products.
-template <int N>
-__device__ __forceinline__ void fill_scaled(float (&x)[N], float const* scalars, float factor) {
-#pragma unroll
-    for (int j = 0; j < N / 4; ++j) {
-        float2 const pair = *reinterpret_cast<float2 const*>(scalars + 8 * j + 2 * (threadIdx.x % 4));
-        x[4 * j] = x[4 * j + 2] = pair.x * factor;
-        x[4 * j + 1] = x[4 * j + 3] = pair.y * factor;
     }
 }
 
@@ -142,7 +131,7 @@ struct WideRole {
         for (float& x : dv) { x = 0.f; }
         pin(dv);
         auto const issue = [&] {
-            if constexpr (!T::kSoftcap) { fill_scaled(probs, s.scalars[stage<0>()], -1.f / scale_log2); }
+            if constexpr (!T::kSoftcap) { fill_columns(probs, s.scalars[stage<0>()], -1.f / scale_log2); }
             issue_scores<0, T::kSoftcap>(probs);
         };
         s.keys_full.wait(0);
@@ -165,7 +154,7 @@ struct WideRole {
                 for (int j = 0; j < kM / 8; ++j) {
                     float2 lse = make_float2(0.f, 0.f);
                     if constexpr (T::kSoftcap) {
-                        lse = *reinterpret_cast<float2 const*>(&s.scalars[stage<0>()][8 * j + 2 * (lane() % 4)]);
+                        lse = column_pair(s.scalars[stage<0>()], j);
                     }
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
@@ -233,7 +222,7 @@ struct WideRole {
         pin(dk);
         auto const issue = [&] {
             if (at_block()) { wait_for_dout(); }
-            fill_scaled(dprobs, s.scalars[stage<1>()], -1.f);
+            fill_columns(dprobs, s.scalars[stage<1>()], -1.f);
             issue_scores<1, false>(dprobs);
         };
         s.keys_full.wait(0);

@@ -64,6 +64,13 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// The i-th kPart elements of a register array.
+template <int kPart, class X, int N>
+__device__ __forceinline__ X (&part(X (&x)[N], int i))[kPart] {
+    static_assert(N % kPart == 0);
+    return reinterpret_cast<X(&)[kPart]>(x[kPart * i]);
+}
+
 // Keeps the compiler from moving uses of registers across the points where wgmma reads or writes them.
 template <int N>
 __device__ __forceinline__ void pin(float (&r)[N]) {
