@@ -7,29 +7,35 @@
 
 namespace flash_attn::sm90 {
 
-// Scores of pairs that are not visible become -inf. The thread's keys are key and key + 8, its columns rows of the block.
+// Scores of pairs that are not visible become -inf. The thread's keys are key and key + 8, its columns rows of the block. Each lane
+// reads what two of 64 rows see, as keys of the item; the others get it by shuffles (reads in a chain would take longer than
+// the block's products).
 template <int N>
 __device__ __forceinline__ void mask_rows(float (&scores)[N], BwdParams const& p, KeyItem const& item, int block,
                                           int key) {
-    key += item.key_begin;
-    int const key_end = item.key_begin + item.num_keys, first_row = block * 2 * N + 2 * (threadIdx.x % 4);
-    constexpr int kTogether = 2;  // more take registers that the loop lacks
+    static_assert(N % 32 == 0);
+    int const lane = threadIdx.x % 32;
 #pragma unroll
-    for (int first = 0; first < N / 2; first += kTogether) {
-        int2 spans[kTogether];
+    for (int part = 0; part < N / 32; ++part) {
+        uint32_t seen[2];  // first key, number of keys
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {  // no branch: reads in a chain would take longer than the block's products
-            int const row = first_row + (first + i) / 2 * 8 + i % 2;
+        for (int i = 0; i < 2; ++i) {
+            int const row = block * 2 * N + 64 * part + 2 * lane + i;
             int const inside = min(max(row, item.row_begin), item.row_end - 1);
-            spans[i] = __ldg(reinterpret_cast<int2 const*>(p.fwd.plan.row_span + inside) + (item.region ? 0 : 1));
-            spans[i].y = inside == row ? min(spans[i].y, key_end) : 0;
+            int2 const span =
+                __ldg(reinterpret_cast<int2 const*>(p.fwd.plan.row_span + inside) + (item.region ? 0 : 1));
+            int const begin = min(max(span.x - item.key_begin, 0), item.num_keys);
+            int const end = min(max(span.y - item.key_begin, begin), item.num_keys);
+            seen[i] = inside == row ? begin << 16 | (end - begin) : 0;
         }
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int j = 0; j < 8; ++j) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float& x = scores[(first + i) / 2 * 4 + 2 * half + i % 2];
-                if (key + 8 * half < spans[i].x || key + 8 * half >= spans[i].y) { x = -INFINITY; }
+            for (int i = 0; i < 2; ++i) {
+                uint32_t const of_row = __shfl_sync(0xffffffff, seen[i], 4 * j + lane % 4);
+                uint32_t const first = key - (of_row >> 16), count = of_row & 0xffff;
+                if (first >= count) { scores[(8 * part + j) * 4 + i] = -INFINITY; }
+                if (first + 8 >= count) { scores[(8 * part + j) * 4 + 2 + i] = -INFINITY; }
             }
         }
     }
