@@ -156,11 +156,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     for (int i = 0; blocks.head(i) >= 0; ++i) {
         auto const row_stage = [&] { return (i & 1) * T::kRowBytes; };
         auto const ds_tile = [&] { return shared + T::kDs + (i & 1) * T::kScoreBytes; };
-        int const anew = kAnew ? opaque(threadIdx.x) : 0;
-        auto const stat_row = [&] { return kAnew ? T::kHalfRows * (anew / 32 % 2) + anew % 4 * 2 : first_row + lane % 4 * 2; };
-        uint32_t const stats = shared + T::kStats + (i & 1) * T::kStatBytes + stat_row() * 4;
-        auto const q_now = (kAnew ? q_rows(anew / 32) : q_rows_kept).moved(row_stage()), dout_now = q_now.moved(kQueryToDout);
-        auto const q_t = (kAnew ? q_columns(anew / 32) : q_columns_kept).moved(row_stage()), dout_t = q_t.moved(kQueryToDout);
+        auto const stat = [](int thread) { return (thread / 32 % 2 * T::kHalfRows + thread % 4 * 2) * 4; };
+        uint32_t const stats =
+            shared + T::kStats + (i & 1) * T::kStatBytes + (kAnew ? stat(opaque(threadIdx.x)) : (first_row + lane % 4 * 2) * 4);
+        int const anew = kAnew ? opaque(threadIdx.x) / 32 : 0;
+        auto const q_now = (kAnew ? q_rows(anew) : q_rows_kept).moved(row_stage()), dout_now = q_now.moved(kQueryToDout);
+        auto const q_t = (kAnew ? q_columns(anew) : q_columns_kept).moved(row_stage()), dout_t = q_t.moved(kQueryToDout);
 #pragma unroll
         for (int row = 0; row < T::kHalfRows; row += T::kStepRows) {
             auto const transposed = [&](float(&acc)[2][NT][4], LaneAddress<kD> const& a_lane, LaneAddress<kD> const& b_lane) {
