@@ -45,6 +45,15 @@ def test_gqa_ratios(path: int, ratio: int, num_heads_k: int) -> None:
     check_case(shared_case([100], [[40, 70]], num_heads=ratio * num_heads_k, num_heads_k=num_heads_k))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_walks_longer_than_the_list_of_row_blocks(path: int, causal: bool, head_dim: int) -> None:
+    """The sm_80 backward lists 64 or 128 pairs of a query head and a row block at a time; here an item has
+    176 or more, of a sequence that begins off the grid of 16 rows."""
+    lens = [7, 1300, 20]
+    check_case(varlen_case(lens, lens, num_heads=16, num_heads_k=1, head_dim=head_dim, causal=causal))
+
+
 def test_heads_read_the_right_kv_head(path: int) -> None:
     heads, heads_k = 12, 4
     q = torch.randn(50, heads, 64, device=CUDA, dtype=torch.bfloat16)
