@@ -154,15 +154,19 @@ def draw_updates(rows: Rows, path: Path) -> None:
         own = [c for c in cells(rows) if c["trl-shared"]["case"]["model"] == model and speedup(c) is not None]
         names = ["{groups}: {P},{N},{R}".format(**c["trl-shared"]["case"]) for c in own]
         at = range(len(own))
-        colours = ["#a9c6e0" if host_bound(c) else "#1f6fb2" for c in own]
-        axis.bar(at, [speedup(c) for c in own], color=colours, label="measured (light: bound by the host)")
+        gains = [speedup(c) or 0.0 for c in own]
+        for bound, colour, label in ((False, "#1f6fb2", "measured"), (True, "#a9c6e0", "bound by the host")):
+            found = [i for i in at if host_bound(own[i]) is bound]
+            if found:
+                axis.bar(found, [gains[i] for i in found], color=colour, label=label)
         predicted = [c["trl-shared"]["predicted_speedup"] for c in own]
         axis.plot(at, predicted, "_", color="black", markersize=14, label="predicted by FLOPs")
+        axis.set_ylim(0, 1.25 * max(gains + predicted))
         axis.axhline(1, color="#888888", linewidth=0.8)
         axis.set_xticks(at, names, rotation=60, ha="right", fontsize=7)
         axis.set_title(f"{MODELS.get(model, model)}: policy update, prompts: P,N,R")
         axis.set_ylabel("times as fast as replicated")
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, ncols=3, loc="upper left", fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -217,8 +221,8 @@ def training(data: dict[str, Any], table: Table) -> str:
 {steps}; a step has {s["num_prompts"]} x {s["num_responses"]} responses to prompts of about
 {s["prompt_length"]} tokens; temperature {s["temperature"]:g}, learning rate {s["learning_rate"]:g}, bf16
 autocast, seeds {seeds} each way, with the same prompts; {machine["device"]}, torch {machine["torch"]},
-transformers {machine["transformers"]}, {date}. All runs shared the GPU, so seconds
-compare the two ways under equal load, no more.
+transformers {machine["transformers"]}, {date}. All runs shared the GPU until the
+faster ones had ended: seconds say roughly how the two ways compare, no more.
 
 {table(lines)}
 

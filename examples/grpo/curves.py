@@ -172,8 +172,10 @@ def draw(runs: list[Run], path: Path) -> None:
         axis.set_xlabel("optimizer step")
         axis.set_ylabel(unit)
         axis.grid(alpha=0.3)
-    axes[2].set_ylim(bottom=0)
-    axes[0].legend()
+    # The first step compiles and warms up: it would flatten all others.
+    later = [seconds for run in runs for seconds in run.values("phases/policy update")[1:]]
+    axes[2].set_ylim(0, 1.1 * max(later) if later else None)
+    axes[0].legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
