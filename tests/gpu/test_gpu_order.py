@@ -1,0 +1,18 @@
+"""Order of the backward's key items on the sm_90a path (kFewItemsPerSm in hopper/launch.h).
+
+Where the list has few entries, those of all kv heads are taken together; where it has many, one head after
+the other. The cases of other tests are small: few entries.
+"""
+
+from __future__ import annotations
+
+import pytest
+from gpu_cases import check_case, shared_case
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_many_entries(path: int, deterministic: bool) -> None:
+    """900 short segments (over 1,815 entries a kv head, most surplus); five groups, contexts in four parts."""
+    check_case(shared_case([3] * 300, [[1, 2]] * 300, num_heads=4, num_heads_k=2), deterministic)
+    responses = [[3, 70, 40] * 3] * 5
+    check_case(shared_case([200] * 5, responses, num_heads=8, num_heads_k=8), deterministic, 1000)
