@@ -58,10 +58,11 @@ kernels: $(VENV)/dev.stamp  ## compile one kernel per arch and pass, read the co
 	$(BIN)/python tests/check_library.py build/check/_C.so
 
 bench:  ## time the kernels against their peers, in the Python that runs (about 8 minutes); writes benchmarks/results/<gpu>/kernels.json
-	$(PYTHON) benchmarks/run.py --cases quick,main,small,long,plain,ragged,head_dims --out benchmarks/results/$(GPU)/kernels.json $(ARGS)
+	$(PYTHON) benchmarks/run.py --cases quick,main,small,long,plain,ragged,head_dims --repeats 7 --out benchmarks/results/$(GPU)/kernels.json $(ARGS)
 
 bench-full:  ## everything else about attention and a layer, case by case; what is measured already is left out
 	$(PYTHON) benchmarks/run.py --cases paper,groups --resume --out benchmarks/results/$(GPU)/kernels_full.json $(ARGS)
+	$(PYTHON) benchmarks/run.py --cases paper_head_dims --resume --out benchmarks/results/$(GPU)/kernels_head_dims.json $(ARGS)
 	$(PYTHON) benchmarks/run.py --cases gemma4 --resume --out benchmarks/results/$(GPU)/gemma4_layers.json $(ARGS)
 	$(PYTHON) benchmarks/error_growth.py --out benchmarks/results/$(GPU)/error_growth.json
 	$(PYTHON) benchmarks/break_even.py --resume --out benchmarks/results/$(GPU)/break_even.json

@@ -95,12 +95,14 @@ class PlainCase:
 
 MAIN = [Case(28, 4096, 2048), Case(28, 16384, 2048), Case(16, 32768, 2048)]
 PAPER = ((28, 4096), (28, 16384), (16, 32768), (28, 32768), (16, 65536))  # N, P of DualKV's table
+HEAD_DIMS = (64, 96, 192, 256)  # beside 128
 CASES: dict[str, list[Case]] = {
     "paper": [Case(n, p, 2048, dtype=dtype) for dtype in ("bf16", "fp16") for n, p in PAPER],
+    "paper_head_dims": [Case(n, p, 2048, head_dim=d) for d in HEAD_DIMS for n, p in PAPER],
     "main": MAIN,
     "quick": [Case(28, 16384, 2048), Case(8, 1024, 256, small=True)],
     "small": [Case(8, 1024, 256, small=True), Case(32, 2048, 2048), Case(16, 512, 128, small=True)],
-    "head_dims": [Case(28, 16384, 2048, head_dim=d) for d in (64, 96, 192, 256)],
+    "head_dims": [Case(28, 16384, 2048, head_dim=d) for d in HEAD_DIMS],
     "long": [Case(4, 65536, 512), Case(16, 65536, 2048)],
     "groups": [Case(8, 4096, 1024, num_groups=4)],
     "ragged": [Case(32, 8192, 2048, ragged=True), Case(32, 8192, 2048)],
