@@ -20,7 +20,12 @@ import torch
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_cost import flop_cost_model
-from flash_attn.integrations._trl_models import IMPLEMENTATION, trainer_refusal, use_dualkv
+from flash_attn.integrations._trl_models import (
+    IMPLEMENTATION,
+    check_fused_forward,
+    trainer_refusal,
+    use_dualkv,
+)
 from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats, settings_of
 from flash_attn.integrations.transformers import multiplicity_mask, receipt, register
 from flash_attn.shared_prompt import PackedBatch, pack, unpack_responses
@@ -48,6 +53,8 @@ class SharedPairsMixin:
         register(IMPLEMENTATION)
         super().__init__(*args, **kwargs)
         models = [m for m in (self.model, self.ref_model) if m is not None]
+        for model in models:
+            check_fused_forward(unwrap(model).forward, type(self).__name__)
         reason = trainer_refusal(self, models)
         cost_model = None
         if reason is None:

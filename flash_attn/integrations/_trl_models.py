@@ -1,16 +1,47 @@
-"""Which models and settings of a trainer may run on packs, and the models' attention set to "dualkv"."""
+"""Which trainers, models and settings may run on packs, and the models' attention set to "dualkv"."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+import trl
 
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_settings import SharedPromptSettings
 from flash_attn.integrations.transformers import require_supported
 
 IMPLEMENTATION = "dualkv"
+LOG_PROBS = "_get_per_token_logps_and_entropies"
+_ARGUMENTS = (
+    "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
+    "compute_aux_loss",
+)  # fmt: skip
+
+
+def check_trainer(trainer_class: type, mixin: type) -> None:
+    """Raises ImportError unless the trainer behind `mixin` has the method that it overrides: in a TRL that
+    computes log-probs otherwise nothing would be shared, and nobody would notice."""
+    order = trainer_class.__mro__
+    behind = order[order.index(mixin) + 1 :]
+    method = next((vars(cls)[LOG_PROBS] for cls in behind if LOG_PROBS in vars(cls)), None)
+    arguments = () if method is None else tuple(inspect.signature(method).parameters)
+    if arguments[: len(_ARGUMENTS)] != _ARGUMENTS:
+        found = f"{LOG_PROBS}({', '.join(arguments)})" if arguments else f"no {LOG_PROBS}"
+        raise ImportError(
+            f"{trainer_class.__name__} needs a trainer like that of trl 1.16, with "
+            f"{LOG_PROBS}({', '.join(_ARGUMENTS)}, ...); trl {trl.__version__} has {found}"
+        )
+
+
+def check_fused_forward(forward: Any, trainer: str) -> None:
+    """Raises ImportError unless a model's forward is TRL's, which takes `fused_lm_head`."""
+    if "fused_lm_head" not in inspect.signature(forward, follow_wrapped=False).parameters:
+        raise ImportError(
+            f"{trainer} needs models like those of trl 1.16, whose trainer gives their forward an argument "
+            f"fused_lm_head; that of trl {trl.__version__} does not"
+        )
 
 
 def trainer_refusal(trainer: Any, models: list[torch.nn.Module]) -> str | None:

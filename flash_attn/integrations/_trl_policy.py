@@ -15,7 +15,13 @@ from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_batch import SharedStep
 from flash_attn.integrations._trl_cost import calibrate_passes, flop_cost_model
-from flash_attn.integrations._trl_models import IMPLEMENTATION, check_settings, trainer_refusal, use_dualkv
+from flash_attn.integrations._trl_models import (
+    IMPLEMENTATION,
+    check_settings,
+    check_trainer,
+    trainer_refusal,
+    use_dualkv,
+)
 from flash_attn.integrations._trl_rows import PaddedRows
 from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats, settings_of
 from flash_attn.integrations._trl_shuffle import GroupShuffleMixin
@@ -56,6 +62,7 @@ class SharedPromptMixin(GroupShuffleMixin):
     _metrics: dict[str, Any]
 
     def __init__(self, *args: Any, shared_prompt: SharedPromptSettings | None = None, **kwargs: Any) -> None:
+        check_trainer(type(self), SharedPromptMixin)
         self.shared_prompt = settings_of(shared_prompt)
         self.sharing = SharingStats()
         register(IMPLEMENTATION)

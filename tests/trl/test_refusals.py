@@ -14,7 +14,13 @@ from tiny import arguments, even_words, make, model_path, prompts, train
 from trl import GRPOConfig, GRPOTrainer
 from two_processes import parameter_error
 
-from flash_attn.integrations.trl import SharedPromptGRPOTrainer, SharedPromptSettings, SharedPromptWarning
+from flash_attn.integrations._trl_models import check_fused_forward
+from flash_attn.integrations.trl import (
+    SharedPromptGRPOTrainer,
+    SharedPromptMixin,
+    SharedPromptSettings,
+    SharedPromptWarning,
+)
 from flash_attn.shared_prompt import cost_model
 from flash_attn.shared_prompt.cost_model import CostModel, GroupLens
 
@@ -129,6 +135,39 @@ def test_prompt_learning_paged_generation_and_compilation_are_refused(folder):
         trainer = tiny_trainer(folder, changes={name: True})
         with pytest.warns(SharedPromptWarning, match=reason):
             trainer._get_per_token_logps_and_entropies(trainer.model, *rows(), 5)
+
+
+class RenamedTrainer:
+    """As TRL's, had a later version renamed the method or its arguments."""
+
+    def __init__(self, **options):
+        raise AssertionError("must be refused before")
+
+    def _get_per_token_logps(self, model, input_ids, attention_mask, logits_to_keep):
+        return None
+
+
+class OtherArgumentsTrainer(RenamedTrainer):
+    def _get_per_token_logps_and_entropies(self, model, batch):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("parent", "found"),
+    [
+        (RenamedTrainer, "has no _get_per_token_logps_and_entropies"),
+        (OtherArgumentsTrainer, r"has _get_per_token_logps_and_entropies\(self, model, batch\)"),
+    ],
+)
+def test_a_trl_that_computes_log_probs_otherwise_is_refused(parent, found):
+    trainer = type("Shared", (SharedPromptMixin, parent), {})
+    with pytest.raises(ImportError, match=rf"Shared needs a trainer like that of trl 1.16.*{found}"):
+        trainer()
+
+
+def test_a_trl_whose_models_have_no_fused_head_is_refused():
+    with pytest.raises(ImportError, match=r"an argument fused_lm_head; that of trl .* does not"):
+        check_fused_forward(torch.nn.Linear(2, 2).forward, "SharedPromptDPOTrainer")
 
 
 def test_vision_language_trainers_are_refused_before_their_models_are_looked_at():
