@@ -189,7 +189,7 @@ cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
     }
 }
 
-constexpr int kFewItemsPerSm = 12;  // entries of the key list for all heads, surplus ones too
+constexpr int kFewItemsPerSm = 32;  // entries of the key list for all heads, surplus ones too
 
 // Traits of the backward at a head dim, the kernel, items of a cluster of two CTAs.
 template <class T>

@@ -58,12 +58,15 @@ def key_capacity(
     return total_k // n + s + 1 + num_splits * -(-total_context // n)
 
 
-def choose_splits(context_rows: int, total_q: int, num_heads_k: int, num_sms: int, tile: TileSizes) -> int:
-    """Row splits of context items that are too few to fill the GPU, or few and long."""
+def choose_splits(
+    context_rows: int, total_q: int, num_heads_k: int, num_sms: int, tile: TileSizes, path: int
+) -> int:
+    """Row splits of context items that are too few to fill the GPU, or few and long. `path`: 80, 90."""
     if context_rows == 0:
         return 1
     items = -(-context_rows // tile.bwd_block_n) * num_heads_k
-    to_fill = (2 * num_sms + items // 2) // items
+    enough = max(2, (num_sms + items // 2) // items) if path == 90 else MAX_SPLITS
+    to_fill = min((2 * num_sms + items // 2) // items, enough)
     to_shorten = min(4 * num_sms // items, total_q // SPLIT_ROWS)
     return min(max(to_fill, to_shorten, 1), MAX_SPLITS)
 

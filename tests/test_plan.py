@@ -268,14 +268,18 @@ def test_tiles_span_sequences_only_where_that_saves_work(name: str, causal: bool
 
 
 def test_splits_fill_the_gpu() -> None:
-    tile = TileSizes()
-    assert choose_splits(1024, 3072, 8, 132, tile) == 4
-    assert choose_splits(16384, 73728, 8, 132, tile) == 1
-    assert choose_splits(128, 3072, 1, 132, tile) == 4
-    assert choose_splits(0, 3072, 8, 132, tile) == 1
-    assert choose_splits(2048, 67584, 8, 132, tile) == 4  # 128 items of 67584 rows
-    assert choose_splits(4096, 61440, 8, 132, tile) == 2
-    assert choose_splits(2048, 15000, 8, 132, tile) == 2
+    def splits(context_rows: int, total_q: int, num_heads_k: int, path: int = 90) -> int:
+        return choose_splits(context_rows, total_q, num_heads_k, 132, TileSizes(), path)
+
+    assert splits(1024, 3072, 8) == 2 and splits(1024, 3072, 8, 80) == 4
+    for path in (80, 90):
+        assert splits(16384, 73728, 8, path) == 1
+        assert splits(128, 3072, 1, path) == 4
+        assert splits(0, 3072, 8, path) == 1
+        assert splits(2048, 67584, 8, path) == 4  # 128 items of 67584 rows
+        assert splits(4096, 61440, 8, path) == 2
+        assert splits(2048, 15000, 8, path) == 2
+        assert splits(512, 2560, 8, path) == 4
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

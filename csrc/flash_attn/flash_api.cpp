@@ -32,11 +32,14 @@ void launch(Function function, Params const& params, Kernels const& kernels, cha
 }
 
 // Context items are the longest, and a launch is as long as the SM with most to do. Few of them (short prompts) have their rows
-// cut in up to kMaxSplits parts, for two an SM; few and long ones are cut further. From shapes only.
-int choose_splits(int64_t context_rows, int64_t total_q, int64_t num_heads_k, int num_sms, int block) {
+// cut in up to kMaxSplits parts, for two an SM; few and long ones are cut further. Where few items are taken longest first over all
+// heads (`sorted`: the sm_90a path), short ones fill up the end, and more than two parts serve for one an SM only. From shapes only.
+int choose_splits(int64_t context_rows, int64_t total_q, int64_t num_heads_k, int num_sms, int block, bool sorted) {
     int64_t const items = (context_rows + block - 1) / block * num_heads_k;
     if (items == 0) return 1;
-    int64_t const to_fill = (2 * num_sms + items / 2) / items, to_shorten = std::min(4 * num_sms / items, total_q / kSplitRows);
+    int64_t const enough = sorted ? std::max<int64_t>(2, (num_sms + items / 2) / items) : kMaxSplits;
+    int64_t const to_fill = std::min((2 * num_sms + items / 2) / items, enough);
+    int64_t const to_shorten = std::min(4 * num_sms / items, total_q / kSplitRows);
     return int(std::clamp<int64_t>(std::max(to_fill, to_shorten), 1, kMaxSplits));
 }
 
@@ -68,7 +71,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     p.window_left = window(window_left);
     p.window_right = causal ? 0 : window(window_right);
     p.fwd_block_m = tile.fwd_block_m, p.bwd_block_n = tile.bwd_block_n;
-    p.num_splits = kernels.pass_wise ? 1 : choose_splits(context_rows, total_q, num_heads_k, device.num_sms, tile.bwd_block_n);
+    p.num_splits = kernels.pass_wise ? 1 : choose_splits(context_rows, total_q, num_heads_k, device.num_sms, tile.bwd_block_n, kernels.arch == 90);
     int64_t const queries = query_capacity(total_q, p.num_segments, tile.fwd_block_m);
     int64_t const keys = forward_only ? 0 : key_capacity(total_k, p.total_context, p.context_in_k, p.num_segments, tile.bwd_block_n, p.num_splits);
     FLASH_ATTN_CHECK(queries + keys <= kIntMax, "segments", "have fewer rows", shape_of(segments));

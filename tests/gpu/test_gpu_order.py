@@ -12,7 +12,6 @@ from gpu_cases import check_case, shared_case
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 def test_many_entries(path: int, deterministic: bool) -> None:
-    """900 short segments (1,815 entries a kv head, most surplus); five groups, contexts in four parts."""
-    check_case(shared_case([3] * 300, [[1, 2]] * 300, num_heads=4, num_heads_k=2), deterministic)
-    responses = [[3, 70, 40] * 3] * 5
-    check_case(shared_case([200] * 5, responses, num_heads=8, num_heads_k=8), deterministic, 1000)
+    """900 short segments: 1,815 entries a kv head, most surplus; five groups, contexts in two parts: 936."""
+    check_case(shared_case([3] * 300, [[1, 2]] * 300, num_heads=8, num_heads_k=4), deterministic)
+    check_case(shared_case([200] * 5, [[1] * 60] * 5, num_heads=16, num_heads_k=8), deterministic, 1000)

@@ -48,7 +48,7 @@ def test_plan_equals_the_oracle(path: int, head_dim: int) -> None:
         case = random_case(rng)
         del case["tile"], case["num_splits"]
         context_rows = int(rng.choice([0, 0, 1, 66 * tile.bwd_block_n]))
-        splits = choose_splits(context_rows, case["total_q"], 1, num_sms, tile)
+        splits = choose_splits(context_rows, case["total_q"], 1, num_sms, tile, path)
         want = build_plan(**case, tile=tile, num_splits=splits)
         arguments = [case.pop(name) for name in ("segments", "total_q", "total_k", "total_context")]
         got = plan_on_gpu(*arguments, **case, head_dim=head_dim, context_rows=context_rows)
