@@ -13,7 +13,7 @@ namespace flash_attn {
 namespace {
 
 constexpr int64_t kIntMax = INT32_MAX;
-constexpr int64_t kDealtItemsPerSm = 8;  // of a persistent kernel, at most, to be dealt out
+constexpr int64_t kDealtItemsPerSm = 12;  // of a persistent kernel, surplus ones too, at most, to be dealt out
 
 Kernels const& kernels_for(Device const& device, int64_t head_dim, DType dtype, bool extras) {
     Kernels const* kernels = find_kernels(device, head_dim, dtype, extras);
