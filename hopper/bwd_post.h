@@ -57,10 +57,10 @@ __device__ __forceinline__ void sum_splits(BwdParams const& p, KeyItem const& it
     }
 }
 
-// 128 threads. The first num_sums blocks: key items of each kv head of the chunk; then pieces of dQ.
+// 128 threads. The first num_sums blocks: key items of each kv head of the chunk; then pieces of dQ. Not launched early: the first
+// blocks, those with most to do, would wait on the few SMs that the main kernel leaves first, and then share them.
 template <class T>
 __global__ void __launch_bounds__(128) bwd_finish(BwdParams const p, int num_sums) {
-    wait_for_last_kernel();
     int const index = blockIdx.x;
     if (index >= num_sums) {
         convert_dq<T>(p, index - num_sums);

@@ -62,7 +62,6 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
     if (item.num_keys == 0) { return; }
     KeyItem other;
     bool const paired = find_pair<T>(plan, item_index, item, other);
-    let_next_kernel_start();
     if (threadIdx.x == 0) {
         s.init();
         s.item = item;
@@ -100,7 +99,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(T::kThreads, 1)
     args.order.decode_keys(args.params.fwd.plan, 1, blockIdx.x / 2, item_index, head);
     KeyItem const item = args.params.fwd.plan.key_items[item_index];
     if (item.num_keys == 0) { return; }
-    let_next_kernel_start();
     if (threadIdx.x == 0) {
         s.init();
         s.item = item;
@@ -296,7 +294,8 @@ cudaError_t run_bwd_post(BwdParams const& p, cudaStream_t stream) {
         int const sums = p.dk_partial != nullptr ? f.plan.num_key_items * heads : 0;
         int const converts = blocks * (T::kHeadDim / T::kDqColumns) * heads * (f.num_heads / f.num_heads_k);
         if (sums + converts == 0) { return cudaSuccess; }
-        return launch_behind(bwd_finish<T>, dim3(sums + converts), 128, 0, stream, p, sums);
+        bwd_finish<T><<<sums + converts, 128, 0, stream>>>(p, sums);
+        return cudaGetLastError();
     }
 }
 

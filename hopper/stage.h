@@ -72,9 +72,8 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Programmatic dependent launch. The next kernel of the stream may start when all blocks have come here or ended ...
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// ... and what the kernel before has written may be read, and written over, from here on.
+// Programmatic dependent launch: the kernel before lets this one start early; what it has written may be read, and written over,
+// from here on.
 __device__ __forceinline__ void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 template <int kRegisters>
