@@ -237,17 +237,26 @@ def plain(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) ->
 
 
 def window_ratios(rows: Rows) -> list[str]:
-    """Of each windowed case: its time over that of its own pairs at the rate of the case without a window."""
-    rates = {}
+    """Of each windowed case: its time over that of its own pairs at the rate of the case without a window, by
+    pass, then of both passes together.
+    """
+    pairs: dict[tuple[str, str], dict[str, dict[bool, dict[str, Any]]]] = {}
     for row in rows:
         case = {k: v for k, v in row["case"].items() if k != "window_left"}
-        key = (str(sorted(case.items())), row["provider"], row["pass"])
-        rates.setdefault(key, {})["window_left" in row["case"]] = row.get("tflops")
-    return [
-        f"{provider} {direction} {found[False] / found[True]:.2f}"
-        for (_, provider, direction), found in rates.items()
-        if found.get(True) and found.get(False)
-    ]
+        passes = pairs.setdefault((str(sorted(case.items())), row["provider"]), {})
+        if row.get("tflops"):
+            passes.setdefault(row["pass"], {})["window_left" in row["case"]] = row
+    ratios, together = [], []
+    for (_, provider), passes in pairs.items():
+        both = [found for found in passes.values() if len(found) == 2]
+        for found in both:
+            ratio = found[False]["tflops"] / found[True]["tflops"]
+            ratios.append(f"{provider} {found[True]['pass']} {ratio:.2f}")
+        if len(both) == 2:
+            time = sum(found[True]["time_ms"] for found in both)
+            ideal = sum(f[True]["time_ms"] * f[True]["tflops"] / f[False]["tflops"] for f in both)
+            together.append(f"{provider} {time / ideal:.2f}")
+    return [*ratios, *(f"both passes {text}" for text in together)]
 
 
 def layers_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:

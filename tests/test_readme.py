@@ -170,9 +170,23 @@ def test_commands_are_targets_of_the_makefile():
 
 
 def test_a_windowed_layer_is_measured_by_the_rate_without_a_window(report):
+    rates = {"fwd": (600, 400), "bwd": (500, 400)}
     rows = [
-        {"case": {"d": 256, **window}, "provider": "ours", "pass": "fwd", "tflops": tflops}
-        for window, tflops in (({}, 600), ({"window_left": 99}, 400))
+        {
+            "case": {"d": 256, **window},
+            "provider": "ours",
+            "pass": name,
+            "tflops": rate,
+            "time_ms": 1200 / rate,
+        }
+        for name, pair in rates.items()
+        for window, rate in zip(({}, {"window_left": 99}), pair, strict=True)
     ]
-    assert report.kernel_report.window_ratios(rows) == ["ours fwd 1.50"]
+    # 3 and 3 ms, at the rates without a window 2 and 2.4
+    assert report.kernel_report.window_ratios(rows) == [
+        "ours fwd 1.50",
+        "ours bwd 1.25",
+        "both passes ours 1.36",
+    ]
+    assert report.kernel_report.window_ratios(rows[:2]) == ["ours fwd 1.50"]
     assert report.kernel_report.window_ratios(rows[:1]) == []
