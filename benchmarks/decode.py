@@ -4,8 +4,9 @@
 
 The floor of a call is the bytes it must read and write over the bandwidth of a copy in the same process. Each
 call is one of `layers` in a CUDA graph, every layer with caches of its own, so that L2 holds nothing of them
-(a decoding step of a model is such a graph); "eager": the same calls from Python. Shared prompts: G prompts,
-N sequences each; floors count a prompt once. Every provider is checked against fp32 before it is timed.
+(a step of a model is such a graph); "eager": the same calls from Python. "copy": torch copies half of a
+call's bytes, which reads and writes as many, in such graphs too: what a call of this size can reach. Shared
+prompts: G prompts, N sequences each; floors count a prompt once. Providers are checked against fp32 first.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from flash_attn import _decode, flash_attn_with_kvcache  # noqa: E402
 TOLERANCE = 2e-2
 COLD_BYTES = 2**28  # several times L2
 MAX_LAYERS = 16
+MOST_COPIED = 10**9  # bytes; more are copied in graphs at two thirds of the rate, and the floor says enough
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,12 @@ def time_case(case: DecodeCase, bandwidth: float, repeats: int, names: list[str]
             calls[name] = call
         except Exception as error:  # a provider that does not run here is a result
             save(dict(case=case.row(), provider=name, error=short(error)))
+    copied = not case.prompt and case.bytes < MOST_COPIED and (not names or "copy" in names)
+    copies = [torch.empty_like(x.k) for x in layers] if copied else None
     for graph in (True, False):
         runs: dict[str, Any] = {}
+        if graph and copies is not None:
+            runs["copy"] = as_graph(lambda: [y.copy_(x.k) for x, y in zip(layers, copies, strict=True)])
         for name, call in calls.items():
             run = lambda call=call: [call(layer) for layer in layers]  # noqa: E731
             try:

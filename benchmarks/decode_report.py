@@ -11,7 +11,7 @@ from built_from import library_of
 Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
 
-OURS, SHARED, REPLICATED, PEER = "ours", "ours-shared", "ours-replicated", "sdpa"
+OURS, SHARED, REPLICATED, PEER, COPY = "ours", "ours-shared", "ours-replicated", "sdpa", "copy"
 NAMES = {"ours-op-sm90a": "the op, sm_90a", "ours-op-sm80": "the op, sm_80", "sdpa": "torch FA2"}
 
 
@@ -49,6 +49,13 @@ def share(row: dict[str, Any] | None) -> str:
     return f"{100 * row['of_floor']:.0f} %" if row is not None and "of_floor" in row else "-"
 
 
+def part_of(shorter: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
+    """One time as a share of another."""
+    if shorter is None or row is None or "error" in shorter or "error" in row:
+        return "-"
+    return f"{100 * shorter['time_ms'] / row['time_ms']:.0f} %"
+
+
 def text(rows: Rows, table: Table) -> str:
     """Sequences on caches of their own, then sequences on shared prompts."""
     first, found = rows[0], cells(rows)
@@ -58,10 +65,15 @@ def text(rows: Rows, table: Table) -> str:
     peers = [name for name in (PEER,) if any((name, False) in by for _, by in own)]
     heads = [*(NAMES[n] + ", us" for n in used), "ours, from Python"]
     heads += [f"{NAMES[n]}, from Python" for n in peers]
+    copied = any((COPY, True) in by for _, by in own)
+    heads = ["a copy of as many bytes, us", "of it", *heads] if copied else heads
     lines: list[tuple[str, ...]] = [("B, keys", "ours, us", "of the floor", *heads)]
     for case, by in own:
         mine = by.get((OURS, True))
         time, *others = marked(mine, *(by.get((name, True)) for name in used))
+        if copied:
+            copy = by.get((COPY, True))
+            others = [microseconds(copy), part_of(copy, by.get((OURS, True))), *others]
         eager = marked(by.get((OURS, False)), *(by.get((name, False)) for name in peers))
         lines.append((f"{case['B']}, {length(case['S'])}", time, share(mine), *others, *eager))
     case, machine = found[0][0], f"{first['gpu']}, CUDA {first.get('cuda')}, torch {first['torch']}"

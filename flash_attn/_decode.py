@@ -20,8 +20,11 @@ from torch import Tensor
 logger = logging.getLogger("flash_attn")
 
 MAX_HEAD_DIM = 256
-MAX_ROWS = 64  # query rows of a kv head in a tile
-_MIN_SPLIT_KEYS = 256
+MAX_ROWS = 64  # query rows of a sequence and kv head that are decoded here
+_BLOCK_ROWS = 64  # of them in a tile
+_MIN_SPLIT_KEYS = 240  # so that 8192 keys of 4 heads may go to all of 132 SMs
+_WAVE_KEYS = 256
+_MERGE_COLUMNS = 32  # of a row, by one program of the merge at least
 _LOG2E = 1.4426950408889634
 
 
@@ -104,24 +107,27 @@ def usable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | No
 
 
 def most_splits(keys: int) -> int:
-    """How many parts of at least 256 keys there are; capacities beyond 32768 are alike to `choose_splits`."""
+    """How many parts of at least 240 keys there are; capacities beyond 30720 are alike to `choose_splits`."""
     return max(1, min(keys // _MIN_SPLIT_KEYS, 128))
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_splits(programs: int, most: int, slots: int) -> int:
-    """Parts of every sequence's keys, up to `most`: the fewest that keep the GPU's slots busy.
+    """Parts of every sequence's keys, up to `most`: those that take the least time.
 
-    `programs` of equal length run in ceil(programs / slots) waves; the share of the waves that is full is
-    taken to within 4 % of the best.
+    `programs` times the parts run in waves of `slots`. A wave lasts as long as one part is read, and as much
+    as _WAVE_KEYS more keys would take: until the first keys arrive, and to write the results.
     """
 
-    def busy(splits: int) -> float:
-        waves = programs * splits / slots
-        return waves / -(-programs * splits // slots)
+    def keys(splits: int) -> float:
+        return -(-programs * splits // slots) * (most * _MIN_SPLIT_KEYS / splits + _WAVE_KEYS)
 
-    best = max(busy(s) for s in range(1, most + 1))
-    return next(s for s in range(1, most + 1) if busy(s) >= 0.96 * best)
+    return min(range(1, most + 1), key=keys)
+
+
+def _merge_blocks(columns: int, rows: int, num_sms: int) -> int:
+    """Programs that merge one row's columns: two an SM in all, which run beside what they wait for."""
+    return min(max(columns // _MERGE_COLUMNS, 1), _power(max(2 * num_sms // rows, 1) + 1) // 2)
 
 
 @functools.cache
@@ -205,9 +211,36 @@ def _rotary_options(rotary: Rotary | None) -> dict[str, Any]:
     return dict(ROTARY_DIM=2 * rotary.cos.shape[1], INTERLEAVED=rotary.interleaved)
 
 
-def _launch_options(device: torch.device) -> dict[str, bool]:
-    overlaps = _overlaps(device)
-    return dict(OVERLAP=overlaps, launch_pdl=True) if overlaps else dict(OVERLAP=False)
+# Kernel, device, kinds of its arguments and its constants -> what Triton compiled
+_compiled: dict[tuple[Any, ...], tuple[Any, list[str]]] = {}
+_MOST_COMPILED = 4096
+
+
+def _kind(x: Any) -> Any:
+    """What Triton compiles anew for: types, alignment, and integers that are 1, multiples of 16 or long."""
+    if type(x) is int:
+        return ((x >> 31) << 2) + ((x == 1) << 1) + (x & 15 == 0)
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() & 15 == 0
+    return type(x)
+
+
+def _launch(
+    name: str, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any],
+    **options: Any,
+) -> None:  # fmt: skip
+    """Runs a kernel. Triton's own look-up of what it has compiled takes longer than a short kernel runs."""
+    kernel, device = getattr(kernels(), name), arguments[0].device
+    options |= dict(launch_pdl=True) if constants["OVERLAP"] else {}
+    key = (name, device, *map(_kind, arguments), *constants.values(), *options.values())
+    known = _compiled.get(key)
+    if known is None:
+        compiled = kernel[grid](*arguments, **constants, **options)
+        if compiled is not None and len(_compiled) < _MOST_COMPILED:  # None: interpreted
+            _compiled[key] = (compiled, kernel.arg_names[len(arguments) :])
+        return
+    compiled, names = known
+    compiled[grid](*arguments, *[constants[x] for x in names])
 
 
 def append(keys: Keys, k: Tensor, v: Tensor, rotary: Rotary | None) -> None:
@@ -226,14 +259,17 @@ def _append(keys: Keys, k: Tensor, v: Tensor, rotary: Rotary | None) -> None:
     cos, sin, numbers = None, None, (0, 0)
     if rotary is not None:
         cos, sin, numbers = rotary.cos, rotary.sin, rotary.arguments()
-    kernels().append[(new, num_heads_k, batch)](
+    arguments = (
         k, v, k_cache, v_cache, cos, sin, seqlens, batch_idx, table, *k.stride()[:3],
         *v.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], keys.length_or_added - new,
         keys.capacity, k_cache.shape[1], k_cache.shape[0], 0 if table is None else table.stride(0), *numbers,
+    )  # fmt: skip
+    constants = dict(
         HEAD_DIM=head_dim, HEAD_DIM_V=v.shape[3], BLOCK_D=_power(head_dim), BLOCK_DV=_power(v.shape[3]),
         HAS_SEQLENS=keys.seqlens is not None, HAS_INDEX=keys.batch_idx is not None, PAGED=table is not None,
-        **_rotary_options(rotary), num_warps=1,
+        OVERLAP=_overlaps(k.device), **_rotary_options(rotary),
     )  # fmt: skip
+    _launch("append", (new, num_heads_k, batch), arguments, constants, num_warps=1)
 
 
 @dataclass
@@ -250,7 +286,7 @@ class _Launch:
         self.num_heads_k, self.head_dim_v = self.keys.v_cache.shape[2:]
         self.group = num_heads // self.num_heads_k
         rows = seqlen_q * self.group
-        self.block_m = min(max(_power(rows), 16), MAX_ROWS)
+        self.block_m = min(max(_power(rows), 16), _BLOCK_ROWS)
         self.row_blocks = -(-rows // self.block_m)
         paged, head_dim = self.keys.block_table is not None, max(head_dim, self.head_dim_v)
         self.used = self.tile or tile_of(self.block_m, head_dim, paged, self.q.device)
@@ -261,7 +297,7 @@ class _Launch:
 
     def run(
         self, out: Tensor, lse: Tensor, scale: float, softcap: float, queries_of_one: int, begin: int,
-        total: int, parts: bool, rotary: Rotary | None,
+        total: int, parts: bool, rotary: Rotary | None, beside: bool = False,
     ) -> None:  # fmt: skip
         """Writes the splits' parts from `begin` of `total`, or out and lse themselves."""
         q, keys, tile = self.q, self.keys, self.used
@@ -272,20 +308,24 @@ class _Launch:
         if rotary is not None:
             cos, sin = rotary.cos, rotary.sin
             numbers = (*rotary.arguments(), rotary.begin, int(rotary.moving))
-        kernels().partial[(self.num_splits * self.row_blocks, self.num_heads_k, q.shape[0])](
+        arguments = (
             q, k_cache, v_cache, out, lse, seqlens, leftpad, batch_idx, table, cos, sin,
             keys.alibi_slopes, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *strides,
             scale * _LOG2E, softcap * _LOG2E, keys.length_or_added, keys.capacity, k_cache.shape[1],
             k_cache.shape[0], 0 if table is None else table.stride(0), *keys.window, q.shape[1],
             self.num_heads_k, self.row_blocks, self.num_splits, queries_of_one, begin, total, *numbers,
-            keys.slopes_stride, GROUP=self.group, HEAD_DIM=q.shape[3], HEAD_DIM_V=self.head_dim_v,
-            BLOCK_M=self.block_m, BLOCK_N=tile.keys, BLOCK_D=max(_power(q.shape[3]), 16),
-            BLOCK_DV=max(_power(self.head_dim_v), 16),
+            keys.slopes_stride,
+        )  # fmt: skip
+        constants = dict(
+            GROUP=self.group, HEAD_DIM=q.shape[3], HEAD_DIM_V=self.head_dim_v, BLOCK_M=self.block_m,
+            BLOCK_N=tile.keys, BLOCK_D=max(_power(q.shape[3]), 16), BLOCK_DV=max(_power(self.head_dim_v), 16),
             HAS_SEQLENS=keys.seqlens is not None, HAS_LEFTPAD=keys.leftpad is not None,
             HAS_INDEX=keys.batch_idx is not None, PAGED=table is not None, SOFTCAP=softcap > 0,
-            ONE_SPLIT=not parts, HAS_ALIBI=keys.alibi_slopes is not None, **_rotary_options(rotary),
-            **_launch_options(q.device), num_warps=tile.warps, num_stages=tile.stages,
+            ONE_SPLIT=not parts, HAS_ALIBI=keys.alibi_slopes is not None, OVERLAP=_overlaps(q.device),
+            BESIDE=beside, **_rotary_options(rotary),
         )  # fmt: skip
+        grid = (self.num_splits * self.row_blocks, self.num_heads_k, q.shape[0])
+        _launch("partial", grid, arguments, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def decode(
@@ -320,11 +360,14 @@ def _decode(
     part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     begin = 0
     for launch in launches:
-        launch.run(parts, part_lse, scale, softcap, seqlen_q, begin, total, True, rotary)
+        launch.run(parts, part_lse, scale, softcap, seqlen_q, begin, total, True, rotary, begin > 0)
         begin += launch.num_splits
-    kernels().merge[(shape[3], own.num_heads_k, batch)](
-        parts, part_lse, out, lse, *out.stride()[:3], seqlen_q, own.num_heads_k, total, GROUP=own.group,
-        HEAD_DIM_V=own.head_dim_v, BLOCK_DV=max(_power(own.head_dim_v), 16), BLOCK_S=min(_power(total), 32),
-        **_launch_options(q.device), num_warps=4,
+    columns, programs = max(_power(own.head_dim_v), 16), shape[3] * own.num_heads_k * batch
+    blocks = _merge_blocks(columns, programs, _num_sms(q.device))
+    arguments = (parts, part_lse, out, lse, *out.stride()[:3], seqlen_q, own.num_heads_k, total)
+    constants = dict(
+        GROUP=own.group, HEAD_DIM_V=own.head_dim_v, BLOCK_DV=columns // blocks,
+        BLOCK_S=min(_power(total), 128), COLUMN_BLOCKS=blocks, OVERLAP=_overlaps(q.device),
     )  # fmt: skip
+    _launch("merge", (shape[3] * blocks, own.num_heads_k, batch), arguments, constants, num_warps=4)
     return out, lse

@@ -51,12 +51,15 @@ def append(  # type: ignore[no-untyped-def]
     length, capacity, page_size, num_blocks, table_row, cos_row, num_positions,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_SEQLENS: tl.constexpr, HAS_INDEX: tl.constexpr, PAGED: tl.constexpr,
+    HAS_SEQLENS: tl.constexpr, HAS_INDEX: tl.constexpr, PAGED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (new token, kv head, sequence): k and v (B, new, Hk, D) behind seqlens[b] or `length` keys.
 
     What would lie outside the cache or its pages is not written: padding of a batch has seqlens -1.
     """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     token, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = length + token
     if HAS_SEQLENS:
@@ -102,7 +105,7 @@ def partial(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_SEQLENS: tl.constexpr, HAS_LEFTPAD: tl.constexpr, HAS_INDEX: tl.constexpr, PAGED: tl.constexpr,
     SOFTCAP: tl.constexpr, ONE_SPLIT: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, OVERLAP: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (split and row block, kv head, sequence). `scale` is of log2; seqlens + length_or_added keys.
 
@@ -110,9 +113,11 @@ def partial(  # type: ignore[no-untyped-def]
     same without Dv, fp32, base 2; with ONE_SPLIT out (B, Sq, H, Dv) and lse (B, H, Sq), natural. Where the Sq
     queries are those of several sequences on one prompt, `queries_of_one` are of each.
     With rotary tables row o is turned at seqlens[b], or turned_at, plus moving * o.
+    BESIDE: the kernel in front is one of these on other keys, which waited for all before it; run beside it.
     """
     if OVERLAP:  # launched before the kernel in front has ended: wait for it, and let the merge be launched
-        gdc_wait()
+        if not BESIDE:
+            gdc_wait()
         gdc_launch_dependents()
     part, head_k, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     split, row_block = part // row_blocks, part % row_blocks
@@ -214,21 +219,25 @@ def partial(  # type: ignore[no-untyped-def]
         at = (at.to(tl.int64) * queries_of_one + query % queries_of_one) * GROUP + row % GROUP
         tl.store(lse + at, log_sum, mask=real)
         tl.store(out + at[:, None] * HEAD_DIM_V + dv, acc, mask=real[:, None] & (dv < HEAD_DIM_V))
+    if OVERLAP and BESIDE:
+        gdc_wait()  # the merge waits for this kernel alone
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge(  # type: ignore[no-untyped-def]
     parts, part_lse, out, lse, out_batch, out_row, out_head, seqlen_q, num_heads_k, num_splits,
     GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of a kv head, kv head, sequence): `partial`'s results of all splits into one."""
+    """Program (row of a kv head and block of columns, kv head, sequence): results of all splits to one."""
     if OVERLAP:
+        gdc_launch_dependents()
         gdc_wait()
-    row, head_k, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, column = tl.program_id(0) // COLUMN_BLOCKS, tl.program_id(0) % COLUMN_BLOCKS
+    head_k, b = tl.program_id(1), tl.program_id(2)
     rows = seqlen_q * GROUP
     query, head = row // GROUP, head_k * GROUP + row % GROUP
-    s, dv = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DV)
+    s, dv = tl.arange(0, BLOCK_S), column * BLOCK_DV + tl.arange(0, BLOCK_DV)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_DV], tl.float32)

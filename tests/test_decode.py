@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ def test_splits_fill_the_gpu() -> None:
     assert splits(4, 2048) == 8  # none shorter than 256 keys
     assert splits(4, 100) == 1
     assert splits(300, 65536) > 1  # 1.1 waves would waste one
+    assert _decode.choose_splits(4, _decode.most_splits(8192), slots=132) == 33  # every SM, none twice
+    assert _decode.choose_splits(32, _decode.most_splits(8192), slots=132) == 4  # 33 would be 8 waves
+    assert _decode.choose_splits(128, _decode.most_splits(8192), slots=132) == 1
     assert _decode.most_splits(1 << 20) == 128  # capacities beyond are one entry of the cache
 
 
@@ -49,6 +53,49 @@ def test_no_triton_is_said_once(
     _decode.kernels.cache_clear()
     (record,) = caplog.records
     assert record.getMessage().startswith("flash_attn decodes through the op, because Triton does not run: ")
+
+
+def test_a_merge_takes_no_more_programs_than_run_beside_what_it_waits_for() -> None:
+    blocks = [_decode._merge_blocks(128, rows, num_sms=132) for rows in (32, 66, 128, 256, 5000)]
+    assert blocks == [4, 4, 2, 1, 1]
+    assert [_decode._merge_blocks(columns, 8, num_sms=132) for columns in (16, 64, 256)] == [1, 2, 8]
+
+
+def test_what_triton_has_compiled_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled anew for what Triton compiles anew for; the constants go in the kernel's order."""
+    compiled, launched = [], []
+
+    class Kernel:
+        arg_names = ("x", "n", "BLOCK", "OVERLAP")
+
+        def __getitem__(self, grid: Any) -> Any:
+            def compile_and_run(*arguments: Any, **options: Any) -> Any:
+                compiled.append((grid, arguments, options))
+                return Launcher()
+
+            return compile_and_run
+
+    class Launcher:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments: launched.append((grid, arguments))
+
+    monkeypatch.setattr(_decode, "kernels", lambda: SimpleNamespace(kernel=Kernel()))
+    monkeypatch.setattr(_decode, "_compiled", {})
+    x = torch.zeros(64)
+    y = x.clone()
+
+    def run(*arguments: Any, block: int = 8, warps: int = 4) -> None:
+        _decode._launch("kernel", (3, 2, 1), arguments, dict(OVERLAP=True, BLOCK=block), num_warps=warps)
+
+    run(x, 32)
+    assert compiled == [((3, 2, 1), (x, 32), dict(OVERLAP=True, BLOCK=8, launch_pdl=True, num_warps=4))]
+    run(y, 48)
+    assert len(compiled) == 1 and launched == [((3, 2, 1), (y, 48, 8, True))]
+    for other in ((x, 33), (x, 1), (x, 2**31), (x[1:], 32), (x.half(), 32)):
+        run(*other)
+    run(x, 32, block=16)
+    run(x, 32, warps=8)
+    assert len(compiled) == 8 and len(launched) == 1
 
 
 @pytest.fixture

@@ -36,3 +36,5 @@ def test_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "H=32, Hk=4, d=128" in text[1]
     assert "8, 32K | 132 | 95 % | failed | 1,500 | 200 | **100**" in text
     assert "16, 4 | 8K, 1000 | 132 | 50 % | 2,000" in text
+    text = decode_report.text([row("copy", True, time_ms=0.106), *rows], table).splitlines()
+    assert "8, 32K | 132 | 95 % | 106 | 80 % | failed | 1,500 | 200 | **100**" in text
