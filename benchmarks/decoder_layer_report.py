@@ -7,6 +7,8 @@ replicated over packed rows, of the lengths drawn and as N (P + R) / (P + N R) p
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,8 +156,11 @@ def text(rows: Rows, table: Table) -> str:
     errors = {
         row["provider"]: row["error"] for row in rows if row.get("error") and not row.get("out_of_memory")
     }
-    others = sorted({row["provider"] for row in rows if run_of(row) != run_of(first)})
-    apart = f"\nMeasured in other runs, on GPUs of the same kind: {', '.join(others)}." if others else ""
+    others = Counter(row["provider"] for row in rows if run_of(row) != run_of(first))
+    every = Counter(row["provider"] for row in rows)
+    named = (n if count == every[n] else f"{n} in {count} cells" for n, count in sorted(others.items()))
+    apart = f"Measured in other runs, on GPUs of the same kind: {', '.join(named)}." if others else ""
+    apart = apart and "\n" + textwrap.fill(apart, 110, break_on_hyphens=False)
     missing = "".join(f"\n{name} did not run: {error}." for name, error in errors.items())
     return f"""\
 {machine_of(first)}.
