@@ -17,7 +17,6 @@ struct StageKeys {
 struct ItemRows {
     int row_begin, num_rows;  // num_rows 0: no more items
     int head, num_tiles;
-    bool skip_first, skip_last;  // of the tiles: no row of the warpgroup sees it
 };
 
 struct FwdMaps {
@@ -37,21 +36,21 @@ struct DqArgs : FwdArgs {
 
 template <class T>
 struct FwdStorage {
-    alignas(1024) typename T::Element q[T::kQStages][T::kQParts][T::PartQ::kElements];
-    alignas(1024) typename T::Element dout[T::kQStages][T::kQParts][T::kDqPass ? T::PartQ::kElements : 64];
+    alignas(1024) typename T::Element q[T::kQStages][T::TileQ::kElements];
+    alignas(1024) typename T::Element dout[T::kQStages][T::kDqPass ? T::TileQ::kElements : 64];
     alignas(1024) typename T::Element k[T::kStages][T::TileK::kElements];
     alignas(1024) typename T::Element v[T::kStages][T::TileK::kElements];
-    Barrier q_full[T::kQStages][T::kQParts], q_empty[T::kQStages][T::kQParts];
+    Barrier q_full[T::kQStages], q_empty[T::kQStages];
     Barrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
     Barrier tail;
     StageKeys stage_keys[T::kStages];
-    ItemRows item_rows[T::kQStages][T::kQParts];
+    ItemRows item_rows[T::kQStages];
     uint32_t scratch;
 
     __device__ void init() {
-        for (int i = 0; i < T::kQStages * T::kQParts; ++i) {
-            q_full[0][i].init(1);
-            q_empty[0][i].init(4 * T::kConsumers / T::kQParts);  // every warp has read item_rows
+        for (int i = 0; i < T::kQStages; ++i) {
+            q_full[i].init(1);
+            q_empty[i].init(4 * T::kConsumers);  // every warp has read item_rows
         }
         for (int i = 0; i < T::kStages; ++i) {
             k_full[i].init(1);
@@ -127,44 +126,6 @@ __device__ __forceinline__ void fwd_load(Args const& args, FwdStorage<T>& s) {
     Ring<T::kStages> k, v;
     uint32_t tail_phase = 0;
 
-    // Whether rows [64 i, 64 i + 64) of the item see nothing of a tile, where the plan's blocks are those rows.
-    auto const unseen = [&](QueryItem const& item, int i, KeyTile const& t) {
-        if (item.row_begin % kBlockRows != 0 || item.num_rows <= kBlockRows * i) { return false; }
-        KeySpan const* const span = &p.plan.block_span[item.row_begin / kBlockRows + i].context + (t.region ? 0 : 1);
-        return __ldg(&span->begin) >= t.key + T::kBlockN || __ldg(&span->end) <= t.key;
-    };
-    auto const load_rows = [&](QueryItem const& item, KeyWalk const& walk, int head, int num_tiles) {
-        using PartQ = typename T::PartQ;
-        bool skip_first[T::kQParts] = {}, skip_last[T::kQParts] = {};
-        if (T::kSkips && num_tiles > 2) {
-#pragma unroll
-            for (int part = 0; part < T::kQParts; ++part) {
-                skip_first[part] = unseen(item, part, KeyTile::at<T::kBlockN>(walk, 0));
-                skip_last[part] = unseen(item, part, KeyTile::at<T::kBlockN>(walk, num_tiles - 1));
-            }
-        }
-#pragma unroll
-        for (int part = 0; part < T::kQParts; ++part) {
-            Barrier& full = s.q_full[q.stage][part];
-            s.q_empty[q.stage][part].wait(q.phase ^ 1);
-            if (lane == 0) {
-                s.item_rows[q.stage][part] = {item.row_begin, item.num_rows,    head,
-                                              num_tiles,      skip_first[part], skip_last[part]};
-                if (num_tiles > 0) {
-                    int const row = item.row_begin + PartQ::kRows * part;
-                    full.arrive_and_expect(PartQ::kBytes * (T::kDqPass ? 2 : 1));
-                    load_tile<PartQ>(s.q[q.stage][part], args.maps.q, row, head, full, kEvictFirst);
-                    if constexpr (T::kDqPass) {
-                        load_tile<PartQ>(s.dout[q.stage][part], args.dout, row, head, full, kEvictFirst);
-                    }
-                } else {
-                    full.arrive();
-                }
-            }
-        }
-        q.advance();
-    };
-
     int index = blockIdx.x, round = 0;
     int const size = args.order.num_items * args.order.num_heads;
 #pragma unroll 1
@@ -185,11 +146,27 @@ __device__ __forceinline__ void fwd_load(Args const& args, FwdStorage<T>& s) {
             walk.template init<T::kBlockN>(item);
             int const num_tiles = walk.size();
 
-            if (T::kQParts == 1) { load_rows(item, walk, head, num_tiles); }
+            s.q_empty[q.stage].wait(q.phase ^ 1);
+            if (lane == 0) {
+                s.item_rows[q.stage] = {item.row_begin, item.num_rows, head, num_tiles};
+                if (num_tiles > 0) {
+                    s.q_full[q.stage].arrive_and_expect(T::TileQ::kBytes * (T::kDqPass ? 2 : 1));
+                    load_tile<typename T::TileQ>(s.q[q.stage], args.maps.q, item.row_begin, head, s.q_full[q.stage],
+                                                 kEvictFirst);
+                    if constexpr (T::kDqPass) {
+                        load_tile<typename T::TileQ>(s.dout[q.stage], args.dout, item.row_begin, head,
+                                                     s.q_full[q.stage], kEvictFirst);
+                    }
+                } else {
+                    s.q_full[q.stage].arrive();
+                }
+            }
+            q.advance();
+
             // K runs ahead of V by as much as the consumers use it ahead.
             constexpr int kLead = T::kDqPass ? 0 : 1;
 #pragma unroll 1
-            for (int i = 0; i < max(num_tiles + kLead, 1); ++i) {
+            for (int i = 0; i < num_tiles + kLead; ++i) {
                 if (i < num_tiles) {
                     KeyTile const t = KeyTile::at<T::kBlockN>(walk, i);
                     s.k_empty[k.stage].wait(k.phase ^ 1);
@@ -198,10 +175,7 @@ __device__ __forceinline__ void fwd_load(Args const& args, FwdStorage<T>& s) {
                                              tail_phase, lane);
                     k.advance();
                 }
-                if (T::kQParts > 1 && i == 0) {  // behind keys, which need not wait for the item before
-                    load_rows(item, walk, head, num_tiles);
-                }
-                if (i >= kLead && i - kLead < num_tiles) {
+                if (i >= kLead) {
                     KeyTile const t = KeyTile::at<T::kBlockN>(walk, i - kLead);
                     s.v_empty[v.stage].wait(v.phase ^ 1);
                     load_keys<T, true>(s.v[v.stage], args.maps.v[t.region], t, head_k, s.v_full[v.stage], s.tail,
@@ -212,13 +186,10 @@ __device__ __forceinline__ void fwd_load(Args const& args, FwdStorage<T>& s) {
         }
         index = __shfl_sync(0xffffffff, next, 0);
     }
-#pragma unroll
-    for (int part = 0; part < T::kQParts; ++part) {
-        s.q_empty[q.stage][part].wait(q.phase ^ 1);
-        if (lane == 0) {
-            s.item_rows[q.stage][part].num_rows = 0;
-            s.q_full[q.stage][part].arrive();
-        }
+    s.q_empty[q.stage].wait(q.phase ^ 1);
+    if (lane == 0) {
+        s.item_rows[q.stage].num_rows = 0;
+        s.q_full[q.stage].arrive();
     }
 }
 

@@ -110,7 +110,7 @@ __device__ __forceinline__ void mask_keys(float (&s)[N], RowSpan const* row_span
 template <class T>
 __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
     using Element = typename T::Element;
-    using TileQ = typename T::PartQ;
+    using TileQ = typename T::TileQ;
     using TileK = typename T::TileK;
     constexpr int kN = T::kBlockN, kD = T::kHeadDim;
     FwdParams const& p = args.params;
@@ -121,7 +121,6 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
     float const scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
     float const tanh_scale = T::kSoftcap ? p.softmax_scale / p.softcap : 0.f;
 
-    int const part = T::part(warpgroup);
     Ring<T::kQStages> q;
     Ring<T::kStages> k, v;
     if (warpgroup == T::kConsumers - 1) { named_arrive(kBatonBarrier, 128 * 2); }
@@ -131,12 +130,11 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
 
 #pragma unroll 1
     while (true) {
-        s.q_full[q.stage][part].wait(q.phase);
-        ItemRows const item = s.item_rows[q.stage][part];
+        s.q_full[q.stage].wait(q.phase);
+        ItemRows const item = s.item_rows[q.stage];
         if (item.num_rows == 0) { break; }
         uint32_t const desc_q =
-            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage][part]) +
-                                                 T::rows_ahead(warpgroup) * TileQ::kRowBytes);
+            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
 
         float o[kD / 2];
 #pragma unroll
@@ -191,31 +189,12 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                 rescale = softmax.template step<Element>(scores, scale_log2, p_tile, alpha);
             };
 
-            // A tile without visible keys, in its turn: stages are free when both warpgroups say so.
-            auto const skip_keys = [&] {
-                wait_keys();
-                take_baton();
-                pass_baton();
-                if (signals) { s.k_empty[k.stage].arrive(); }
-                k.advance();
-            };
-            auto const skip_values = [&] {
-                wait_values();
-                if (signals) { s.v_empty[v.stage].arrive(); }
-                v.advance();
-            };
-            int num_tiles = item.num_tiles;
-            if constexpr (T::kSkips) {
-                num_tiles -= item.skip_first + item.skip_last;
-                if (item.skip_first) { skip_keys(); }
-            }
             wait_keys();
             take_baton();
             issue_scores();
             pass_baton();
             wgmma_wait<0>();
             take_scores(probs);
-            if (T::kSkips && item.skip_first) { skip_values(); }
 
             if constexpr (T::kConsumers == 3) {
 #pragma unroll 1
@@ -235,7 +214,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
             } else {
                 uint32_t next[kN / 4];
 #pragma unroll 1
-                for (int i = 1; i < num_tiles; ++i) {
+                for (int i = 1; i < item.num_tiles; ++i) {
                     wait_keys();
                     take_baton();
                     issue_scores();
@@ -251,18 +230,14 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                 }
             }
 
-            if (lane == 0) { s.q_empty[q.stage][part].arrive(); }
+            if (lane == 0) { s.q_empty[q.stage].arrive(); }
             wait_values();
             issue_output();
             wgmma_wait<0>();
             release_values();
-            if (T::kSkips && item.skip_last) {
-                skip_keys();
-                skip_values();
-            }
         } else {
             __syncwarp();
-            if (lane == 0) { s.q_empty[q.stage][part].arrive(); }
+            if (lane == 0) { s.q_empty[q.stage].arrive(); }
         }
         q.advance();
 

@@ -10,7 +10,7 @@ namespace flash_attn::sm90 {
 template <class T>
 __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
     using Element = typename T::Element;
-    using TileQ = typename T::PartQ;
+    using TileQ = typename T::TileQ;
     using TileK = typename T::TileK;
     constexpr int kN = T::kBlockN, kD = T::kHeadDim;
     FwdParams const& p = args.params;
@@ -21,7 +21,6 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
     float const scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
     float const tanh_scale = T::kSoftcap ? p.softmax_scale / p.softcap : 0.f;
 
-    int const part = T::part(warpgroup);
     Ring<T::kQStages> q;
     Ring<T::kStages> ring;  // K and V advance together; K is held longer
     auto const take_baton = [&] { named_sync(kBatonBarrier + warpgroup, 128 * 2); };
@@ -30,15 +29,13 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
 
 #pragma unroll 1
     while (true) {
-        s.q_full[q.stage][part].wait(q.phase);
-        ItemRows const item = s.item_rows[q.stage][part];
+        s.q_full[q.stage].wait(q.phase);
+        ItemRows const item = s.item_rows[q.stage];
         if (item.num_rows == 0) { break; }
         uint32_t const desc_q =
-            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage][part]) +
-                                                 T::rows_ahead(warpgroup) * TileQ::kRowBytes);
+            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
         uint32_t const desc_dout =
-            TileQ::template descriptor<Major::K>(smem_address(s.dout[q.stage][part]) +
-                                                 T::rows_ahead(warpgroup) * TileQ::kRowBytes);
+            TileQ::template descriptor<Major::K>(smem_address(s.dout[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
         float lse[2], delta[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -101,7 +98,7 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
         pin(dq);
         if (signals && item.num_tiles > 0) { s.k_empty[ring.stage ^ 1].arrive(); }
         __syncwarp();
-        if (lane == 0) { s.q_empty[q.stage][part].arrive(); }
+        if (lane == 0) { s.q_empty[q.stage].arrive(); }
         q.advance();
 
         Element* const out = static_cast<Element*>(b.dq) + (item.row_begin + 64 * warpgroup) * b.dq_row_stride +

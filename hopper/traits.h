@@ -178,13 +178,6 @@ struct FwdTraits {
     using TileQ = SmemTile<kBlockM, kHeadDim>;
     using TileK = SmemTile<kBlockN, kHeadDim>;
     static constexpr int kQStages = TileQ::kBytes * 2 + TileK::kBytes * 2 * kStages <= 220 * 1024 && !kDqPass ? 2 : 1;
-    // Of a single buffer, the rows of each warpgroup are loaded when it has done with the last ones, not when all have.
-    static constexpr int kQParts = kQStages == 1 ? kConsumers : 1;
-    using PartQ = SmemTile<kBlockM / kQParts, kHeadDim>;
-    // A warpgroup leaves out the item's first or last keys where only rows of the other one see them.
-    static constexpr bool kSkips = kQParts > 1 && !kDqPass;
-    static __device__ __forceinline__ int part(int warpgroup) { return kQParts == 1 ? 0 : warpgroup; }
-    static __device__ __forceinline__ int rows_ahead(int warpgroup) { return kQParts == 1 ? 64 * warpgroup : 0; }
 };
 
 }  // namespace flash_attn::sm90
