@@ -284,6 +284,7 @@ class _Launch:
     def __post_init__(self) -> None:
         batch, seqlen_q, num_heads, head_dim = self.q.shape
         self.num_heads_k, self.head_dim_v = self.keys.v_cache.shape[2:]
+        self.vectors = self.keys.vectors()  # copies, where they are made, stand in front of every launch
         self.group = num_heads // self.num_heads_k
         rows = seqlen_q * self.group
         self.block_m = min(max(_power(rows), 16), _BLOCK_ROWS)
@@ -302,7 +303,7 @@ class _Launch:
         """Writes the splits' parts from `begin` of `total`, or out and lse themselves."""
         q, keys, tile = self.q, self.keys, self.used
         k_cache, v_cache = keys.k_cache, keys.v_cache
-        seqlens, leftpad, batch_idx, table = keys.vectors()
+        seqlens, leftpad, batch_idx, table = self.vectors
         strides = (0, 0, 0) if parts else out.stride()[:3]
         cos, sin, numbers = None, None, (0, 0, 0, 0)
         if rotary is not None:
@@ -359,7 +360,7 @@ def _decode(
     parts = torch.empty(*shape, own.head_dim_v, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     begin = 0
-    for launch in launches:
+    for launch in launches:  # nothing may be launched between them: BESIDE waits only for the one in front
         launch.run(parts, part_lse, scale, softcap, seqlen_q, begin, total, True, rotary, begin > 0)
         begin += launch.num_splits
     columns, programs = max(_power(own.head_dim_v), 16), shape[3] * own.num_heads_k * batch

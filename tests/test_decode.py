@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn
 from flash_attn import _decode, checks, flash_attn_shared_prompt_with_kvcache, flash_attn_with_kvcache
@@ -96,6 +97,31 @@ def test_what_triton_has_compiled_is_launched_again(monkeypatch: pytest.MonkeyPa
     run(x, 32, block=16)
     run(x, 32, warps=8)
     assert len(compiled) == 8 and len(launched) == 1
+
+
+@pytest.mark.parametrize("lengths", [torch.tensor([130, 7, 70, 7])[::2], torch.tensor([70]).expand(2)])
+def test_nothing_is_launched_between_the_kernels(lengths: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two kernels that run side by side does not wait for what stands between them."""
+    order: list[str] = []
+    contiguous: list[bool] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            order.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def launch(name: str, grid: Any, arguments: tuple[Any, ...], constants: Any, **options: Any) -> None:
+        order.append(name)
+        contiguous.extend(x.is_contiguous() for x in arguments if isinstance(x, Tensor))
+
+    monkeypatch.setattr(_decode, "_launch", launch)
+    q, k_prompt, v_prompt = torch.randn(4, 1, H, 16), torch.randn(2, 130, HK, 16), torch.randn(2, 130, HK, 16)
+    k, v = torch.randn(4, 40, HK, 16), torch.randn(4, 40, HK, 16)
+    own = _decode.Keys(k, v, torch.arange(1, 9)[::2], 0)
+    with Operations():
+        _decode.decode(q, own, 0.25, 0.0, prompt=_decode.Keys(k_prompt, v_prompt, lengths, 0))
+    assert order[-3:] == ["partial", "partial", "merge"] and "aten.clone.default" in order
+    assert contiguous and all(contiguous)
 
 
 @pytest.fixture
