@@ -56,7 +56,13 @@ def test_a_graph_reads_the_tables_of_its_warm_up(path: int, same_stream: bool, p
             flash_attn_func(*batch(seqlen))
     gc.collect()
     torch.cuda.synchronize()
-    rest = [torch.full((1 << 20,), torch.iinfo(torch.int32).max, device="cuda").int() for _ in range(16)]
+    with torch.cuda.stream(warm):  # the freed tables' stream and sizes: what is free is overwritten
+        rest = [
+            torch.full((n,), 2**31 - 1, dtype=torch.int32, device="cuda")
+            for n in (16, 64, 256, 1024, 4096)
+            for _ in range(2000)
+        ]
+    torch.cuda.synchronize()
     with torch.no_grad():
         for x in tensors:
             x.copy_(torch.randn_like(x))
