@@ -2,7 +2,8 @@
 cu_seqlens_k says. Called by _calls.varlen.
 
 Sequence b's keys are rows [leftpad_k[b], seqused_k[b]) of its own: those of its gathered pages (block_table),
-or of k from cu_seqlens_k[b] on. Without leftpad_k from 0, without seqused_k all. Forward only, as there.
+or of k from cu_seqlens_k[b] on; none where leftpad_k[b] >= seqused_k[b]. Without leftpad_k from 0, without
+seqused_k all. Forward only, as there.
 """
 
 from __future__ import annotations
@@ -82,16 +83,20 @@ def find(
     if seqused_k is not None:
         length = seqused_k.long()
     shift = torch.zeros_like(begin) if leftpad_k is None else leftpad_k.long()
-    length = length - shift
+    if checks.values_are_read(length):
+        for name, x in (("leftpad_k", shift), ("seqused_k", length)):
+            if bool((x < 0).any()):
+                raise ValueError(f"{name} must be >= 0, got {x.tolist()}")
+    length = (length - shift).clamp(min=0)  # a sequence that is all padding has no keys
     if checks.values_are_read(length):
         most = cu_seqlens_k.diff() if capacity is None else torch.full_like(length, capacity)
-        if bool(((length < 0) | (shift < 0) | (shift + length > most)).any()):
+        if bool((shift + length > most).any()):
             raise ValueError(
                 f"keys must be within the {most.tolist()} rows of their sequences, "
                 f"got {length.tolist()} behind {shift.tolist()}"
             )
     if capacity is not None:
-        length = length.clamp(0, capacity)
+        length = length.clamp(max=capacity)
     zero = torch.zeros_like(cu_seqlens_q[1:])
     begin = (begin + shift).int()
     end = begin + length.int()

@@ -66,6 +66,25 @@ def test_used_keys_and_padding(given: str, causal: bool) -> None:
     torch.testing.assert_close((out, lse), wanted[:2], rtol=1e-11, atol=1e-11)
 
 
+def test_more_padding_than_keys_is_no_key() -> None:
+    """Not fewer than none, which would take the next sequence's rows away."""
+    q, k, v = paged()
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    lens, used, pad = [4, 1, 5], [0, 1, 5], [3, 0, 2]
+    ints = lambda x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    arguments = (cu(Q_LENS), cu(lens))
+    out, lse, _, _ = _flash_attn_varlen_forward(
+        q, k, v, *arguments, 3, 5, 0.0, 0.3, False, leftpad_k=ints(pad), seqused_k=ints(used)
+    )
+    assert not out[:3].any() and bool((lse[:, :3] == -torch.inf).all())
+    rows = [torch.cat([x[4:5], x[7:10]]) for x in (k, v)]
+    wanted = _flash_attn_varlen_forward(q, *rows, cu(Q_LENS), cu([0, 1, 3]), 3, 3, 0.0, 0.3, False)
+    torch.testing.assert_close((out, lse), wanted[:2], rtol=1e-11, atol=1e-11)
+    _, kept, segments = _places.find(q, k, v, *arguments, None, ints(pad), ints(used))
+    assert segments[:, 4:].tolist() == [[3, 3], [4, 5], [7, 10]]
+    torch.testing.assert_close(kept[[4, 7, 8, 9]], v[[4, 7, 8, 9]])
+
+
 def test_nan_between_the_sequences_reaches_nothing() -> None:
     """Tiles of the kernels span several short sequences, and what lies between them."""
     q, k, v = paged()
@@ -124,5 +143,12 @@ def test_wrong_places() -> None:
     with pytest.raises(ValueError, match=r"keys must be within .* got \[10, 0, 0\] behind \[0, 0, 0\]"):
         used = torch.tensor([10, 0, 0], dtype=torch.int32)
         _flash_attn_varlen_forward(q, *flat, *arguments, seqused_k=used)
+    for name in ("leftpad_k", "seqused_k"):
+        with pytest.raises(ValueError, match=rf"{name} must be >= 0, got \[1, -1, 0\]"):
+            extra: dict[str, Any] = {name: torch.tensor([1, -1, 0], dtype=torch.int32)}
+            _flash_attn_varlen_forward(q, *flat, *arguments, **extra)
+    with pytest.raises(ValueError, match=r"keys must be within .* got \[0, 0, 5\] behind \[10, 0, 0\]"):
+        pad = torch.tensor([10, 0, 0], dtype=torch.int32)
+        _flash_attn_varlen_forward(q, *flat, *arguments, leftpad_k=pad)
     with pytest.raises(TypeError, match="seqused_k must be an int32 tensor, got list"):
         _flash_attn_varlen_forward(q, *flat, *arguments, seqused_k=[1, 2, 3])
