@@ -53,10 +53,16 @@ def _kernels(logits: Tensor) -> Any:
 def _row_sums(
     logits: Tensor, column: Tensor, scale: float, lse: Tensor | None, with_total: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse, the label's logit, sum) of the scaled rows, fp32; column -1 picks 0. A given lse stays."""
+    """lse, the label's logit and the sum of logits (rows, vocab) times scale: (rows,) fp32 each.
+
+    `column` (rows,) int64 is the label's, -1 picks 0. A given `lse` (rows,) is copied: the caller may write
+    over it before the backward. Without `with_total` the sums are 0.
+    """
     rows, vocab = logits.shape
     picked, total = (torch.zeros(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
-    found = torch.empty_like(picked) if lse is None else lse.float().contiguous()
+    found = torch.empty_like(picked)
+    if lse is not None:
+        found.copy_(lse)
     kernels = _kernels(logits)
     if kernels is not None:
         with torch.cuda.device_of(logits):
@@ -87,8 +93,11 @@ def _gradients(
     dlogits: Tensor,
     options: tuple[float, float, float, float],
 ) -> None:
-    """Writes dlogits. `weight` (rows,): of each row's loss, scale included. `options`: scale, smoothing,
-    smoothing / all columns, lse_square_scale."""
+    """Writes dlogits (rows, vocab), of the logits' dtype, which may be the logits themselves.
+
+    `column` (rows,) int64, -1: no label here; `lse` (rows,) fp32; `weight` (rows,) fp32: of each row's loss,
+    scale included. `options`: scale, smoothing, smoothing / all columns, lse_square_scale.
+    """
     (rows, vocab), (scale, smoothing, smooth_share, lse_square_scale) = logits.shape, options
     kernels = _kernels(logits) if dlogits.stride(1) == 1 else None
     if kernels is not None:

@@ -60,6 +60,15 @@ def test_a_given_lse_is_used() -> None:
     torch.testing.assert_close(other, by_torch(x, labels, 0.0, 0.5, 0.0) + (labels != -100).float())
 
 
+def test_a_given_lse_may_be_written_over_before_the_backward() -> None:
+    x, labels = problem()
+    lse = x.logsumexp(-1).detach()
+    losses, _ = cross_entropy(x, labels, lse)
+    lse.zero_()
+    found, wanted = (torch.autograd.grad(y.sum(), x)[0] for y in (losses, by_torch(x, labels, 0.0, 1.0, 0.0)))
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inplace_backward_writes_over_the_logits(dtype: torch.dtype) -> None:
     leaf, labels = problem()
