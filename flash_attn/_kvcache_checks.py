@@ -132,7 +132,13 @@ def is_number(x: Any) -> bool:
     """Whether x is one integer, Python's or NumPy's, and no tensor (reading one may wait for the GPU)."""
     if isinstance(x, int | torch.SymInt):
         return True
-    return not isinstance(x, Tensor) and hasattr(x, "__index__") and getattr(x, "ndim", 0) == 0
+    if isinstance(x, Tensor) or getattr(x, "ndim", 0) != 0:
+        return False
+    try:
+        operator.index(x)
+    except TypeError:  # NumPy's arrays have the method and decide by their dtype
+        return False
+    return True
 
 
 def index(name: str, x: Any, form: str, count: int, device: torch.device) -> None:

@@ -223,6 +223,14 @@ def test_a_number_of_numpy_is_a_length(make: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("number", "kind"), [(np.array(7.0), "ndarray"), (np.float32(7), "float32"), (7.0, "float")]
+)
+def test_a_number_that_is_not_whole_is_no_length(number: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"cache_seqlens must be an int32 tensor, got {kind}"):
+        flash_attn_with_kvcache(**tensors(1), cache_seqlens=number)
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 40])
 def test_one_cache_expanded_to_all_sequences_is_read(seqlen_q: int) -> None:
     x = tensors(seqlen_q)

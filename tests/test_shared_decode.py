@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -116,6 +117,8 @@ def test_the_output_alone_and_default_lengths() -> None:
             dict(prompt_seqlens=torch.tensor([9.7, 7.0])), TypeError,
             "prompt_seqlens must be an int32 tensor, got torch.float32",
         ),
+        (dict(prompt_seqlens=np.array(7.0)), TypeError, "prompt_seqlens must be an int32 .* ndarray"),
+        (dict(cache_seqlens=np.array(7.0)), TypeError, "cache_seqlens must be an int32 .* ndarray"),
         (dict(prompt_seqlens="ten"), TypeError, "prompt_seqlens must be an int32 tensor, got str"),
         (
             dict(prompt_seqlens=torch.zeros(G, dtype=torch.int32, device="meta")), ValueError,
