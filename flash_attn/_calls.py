@@ -207,12 +207,14 @@ def dense_segments(batch: int, seqlen_q: int, seqlen_k: int, device: torch.devic
 # (batch, seqlen_q, seqlen_k, device, stream) -> one table, and so one plan, for all calls of a shape on a
 # stream: equal batches cost no launches. The least lately used goes first.
 _tables: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
+_in_graphs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}  # kept: nobody says when a graph ends
 _tables_lock = threading.Lock()
 _MAX_TABLES = 64
 
 
 def segments_of_dense(batch: int, seqlen_q: int, seqlen_k: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The segments on q's device, and on the CPU where q is on a GPU."""
+    """The segments, int32 (batch, 6), of q (batch, seqlen_q, H, D) on its device; on the CPU too where q is
+    on a GPU. A graph that is captured keeps what it reads of the remembered ones, once for each shape."""
     sizes = (batch, seqlen_q, seqlen_k)
     if q.device.type != "cuda":
         return dense_segments(*sizes, q.device), None
@@ -220,9 +222,12 @@ def segments_of_dense(batch: int, seqlen_q: int, seqlen_k: int, q: Tensor) -> tu
         return dense_segments(*sizes, q.device), dense_segments(*sizes, torch.device("cpu"))
     key = (*sizes, q.device, torch.cuda.current_stream(q.device).cuda_stream)
     with _tables_lock:
-        known = _tables.get(key)
+        known = _tables.get(key) or _in_graphs.get(key)
         if known is not None:
-            _tables.move_to_end(key)
+            if torch.cuda.is_current_stream_capturing():
+                _in_graphs[key] = known
+            if key in _tables:
+                _tables.move_to_end(key)
             return known
     with torch.inference_mode(False):  # a call with gradients may be next
         tables = dense_segments(*sizes, q.device), dense_segments(*sizes, torch.device("cpu"))

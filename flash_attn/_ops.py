@@ -220,11 +220,14 @@ def plan_for(
 
 _plans = WeakIdKeyDictionary()  # segments -> (their version, plans built for it)
 _constant = WeakIdKeyDictionary()  # segments that nobody writes to
-_in_graphs: dict[int, Tensor] = {}  # of those, what captured graphs read, kept: nobody says when a graph ends
 
 
 def never_changes(segments: Tensor) -> None:
-    """Graphs captured on the stream where these segments were made need not build their plan again."""
+    """Graphs captured on the stream where these segments were made need not build their plan again.
+
+    `segments` int32 (S, 6) on a GPU, and kept alive for the graphs by the caller. A graph that is replayed on
+    another stream must come behind its warm-up there (a synchronisation or a wait): it reads what that wrote.
+    """
     _constant[segments] = True
 
 
@@ -252,7 +255,6 @@ def remembered_plan(
     plain = type(segments) is Tensor and not segments.is_inference()
     capturing = torch.cuda.is_current_stream_capturing()
     if capturing and segments in _constant:
-        _in_graphs[id(segments)] = segments
         _, plans = _plans.get(segments, (0, plans))
     elif plain and not capturing:
         version, plans = _plans.get(segments, (segments._version, plans))

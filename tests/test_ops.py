@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn import _ops, reference
+from flash_attn import _calls, _ops, reference
 from flash_attn.shared_prompt import SharedPromptLayout
 
 ROOT = Path(_ops.__file__).parents[1]
@@ -271,12 +272,37 @@ def test_graphs_read_the_plans_of_segments_that_never_change(monkeypatch: pytest
     assert plan(constant) is before[0] and plan(other) is not before[1]
     assert plan(constant, causal=False) is not plan(constant, causal=False)
     assert built == [False, False, True, True, True]
-    assert any(x is constant for x in _ops._in_graphs.values())
-    assert not any(x is other for x in _ops._in_graphs.values())
     capturing = False
     assert plan(constant) is before[0] and plan(other) is before[1]
     plan(constant, causal=False)
     assert built[5:] == [False]
+
+
+def test_graphs_keep_the_tables_that_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each shape, however often that is captured and forgotten; what no graph reads is not kept."""
+    made, capturing = _calls.dense_segments, False
+    monkeypatch.setattr(_calls, "dense_segments", lambda *sizes: made(*sizes[:3], torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(_calls, "Tensor", SimpleNamespace)
+    monkeypatch.setattr(_calls, "_tables", OrderedDict())
+    monkeypatch.setattr(_calls, "_in_graphs", {})
+    q: Any = SimpleNamespace(device=torch.device("cuda"))
+
+    def table(seqlen: int) -> torch.Tensor:
+        return _calls.segments_of_dense(2, seqlen, seqlen, q)[0]
+
+    first = table(100)
+    for _ in range(3):
+        capturing = True
+        assert table(100) is first
+        assert table(99) is not table(99)  # made by the graph itself
+        capturing = False
+        for seqlen in range(1, _calls._MAX_TABLES + 1):
+            table(seqlen)
+        assert all(x[0] is not first for x in _calls._tables.values())
+        assert [x[0] is first for x in _calls._in_graphs.values()] == [True]
+        assert table(100) is first
 
 
 def test_plans_of_changed_segments_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return tables(*args, **kwargs)
 
     monkeypatch.setattr(_ops, "plan_tables", count)
+    monkeypatch.setattr(_calls, "_tables", OrderedDict())
+    monkeypatch.setattr(_calls, "_in_graphs", {})  # what is kept for the test's graph goes with the test
     return built
 
 
