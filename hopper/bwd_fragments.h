@@ -89,8 +89,8 @@ __device__ __forceinline__ float2 column_pair(float const* scalars, int j) {
     return *reinterpret_cast<float2 const*>(scalars + 8 * j + 2 * (threadIdx.x % 4));
 }
 
-// The scalars of the columns, times `factor`, as what accumulators begin with: lse and D enter without a load behind the
-// products, P = exp2(scale (S - lse / scale)), dS = P (dP - D).
+// The scalars of the columns, times `factor`, as what accumulators begin with (bwd_wide_mma.h):
+// lse and D enter without a load behind the products, P = exp2(scale (S - lse / scale)), dS = P (dP - D).
 template <int N>
 __device__ __forceinline__ void fill_columns(float (&x)[N], float const* scalars, float factor) {
 #pragma unroll

@@ -300,6 +300,7 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
                     wgmma_wait<0>();
                 } else {
                     wgmma_wait<1>();
+                    // Keeps ptxas from loading D early, in registers that it then spills others for.
                     named_sync(kScoreBarrier + warpgroup, 128);
                 }
                 fetch_d();
