@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn._kvcache_checks import MAX_SPLITS
+
 logger = logging.getLogger("flash_attn")
 
 MAX_HEAD_DIM = 256
@@ -108,7 +110,7 @@ def usable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | No
 
 def most_splits(keys: int) -> int:
     """How many parts of at least 240 keys there are; capacities beyond 30720 are alike to `choose_splits`."""
-    return max(1, min(keys // _MIN_SPLIT_KEYS, 128))
+    return max(1, min(keys // _MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
 @functools.lru_cache(maxsize=1024)

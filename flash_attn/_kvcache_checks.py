@@ -27,7 +27,7 @@ def seqlens(x: Any, capacity: int) -> int | Tensor:
     return x if isinstance(x, Tensor | int | torch.SymInt) else operator.index(x)  # type: ignore[return-value]
 
 
-MAX_SPLITS = 128
+MAX_SPLITS = 128  # parts of a sequence's keys, asked for or chosen
 
 
 def num_splits(x: Any) -> int:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn import _ops, _rotary
 from flash_attn._calls import kernel_head_dim, op_head_dims, unit_stride_rows
+from flash_attn._kvcache_checks import MAX_SPLITS
 
 MAX_PACKED_ROWS = 64  # query rows of a kv head that go into one tile; longer queries run as a prefill does
 _MIN_SPLIT_KEYS = 256
@@ -125,7 +126,7 @@ def visible(
 def choose_splits(batch: int, num_heads_k: int, capacity: int, num_units: int) -> int:
     """Parts of every sequence's keys: as many as fill the GPU twice, none shorter than 256 keys."""
     wanted = -(-2 * num_units // max(batch * num_heads_k, 1))
-    return max(1, min(wanted, capacity // _MIN_SPLIT_KEYS, 128))
+    return max(1, min(wanted, capacity // _MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
 def _segments(cache: Cache, rows: Visible, num_parts: int, part: int, group: int) -> Tensor:
