@@ -17,26 +17,28 @@ from flash_attn._calls import scale_of
 
 @dataclass(frozen=True)
 class Call:
-    """Checked arguments. `window` is (left, right), without causal; sides past every key are -1."""
+    """Checked arguments. Caches are (sequences, capacity, Hk, D), or with `block_table` pages (num_blocks,
+    page_size, Hk, D); lengths and indices are int32 or int64.
+    """
 
-    q: Tensor
+    q: Tensor  # (B, Sq, H, D)
     k_cache: Tensor
-    v_cache: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    cos: Tensor | None
+    v_cache: Tensor  # as k_cache, with Dv
+    k: Tensor | None  # (B, added, Hk, D)
+    v: Tensor | None  # (B, added, Hk, Dv)
+    cos: Tensor | None  # (positions, rotary_dim / 2)
     sin: Tensor | None
     interleaved: bool
-    seqlens: int | Tensor  # before k is appended
-    batch_idx: Tensor | None
-    leftpad: Tensor | None
-    block_table: Tensor | None
+    seqlens: int | Tensor  # before k is appended, of all or (B,)
+    batch_idx: Tensor | None  # (B,)
+    leftpad: Tensor | None  # (B,)
+    block_table: Tensor | None  # (B, pages) int32
     scale: float
     causal: bool
-    window: tuple[int, int]
+    window: tuple[int, int]  # (left, right) as the caller gave it, without causal; negative: unlimited
     softcap: float
-    slopes: Tensor | None
-    num_splits: int
+    slopes: Tensor | None  # fp32 (H,) or (B, H)
+    num_splits: int  # 0: chosen
 
     @property
     def capacity(self) -> int:
@@ -94,11 +96,13 @@ def with_kvcache(
     capacity = _capacity(k_cache, block_table)
     _kvcache_checks.rotary(rotary_cos, rotary_sin, k, q, capacity)
     call = Call(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved,
-        _kvcache_checks.seqlens(cache_seqlens, capacity), cache_batch_idx, cache_leftpad, block_table,
-        scale_of(softmax_scale, q), checks.flag("causal", causal), (int(window_size[0]), int(window_size[1])),
-        float(softcap), checks.alibi_slopes(alibi_slopes, q, q.shape[0]),
-        _kvcache_checks.num_splits(num_splits),
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, cos=rotary_cos, sin=rotary_sin,
+        interleaved=rotary_interleaved, seqlens=_kvcache_checks.seqlens(cache_seqlens, capacity),
+        batch_idx=cache_batch_idx, leftpad=cache_leftpad, block_table=block_table,
+        scale=scale_of(softmax_scale, q), causal=checks.flag("causal", causal),
+        window=(int(window_size[0]), int(window_size[1])), softcap=float(softcap),
+        slopes=checks.alibi_slopes(alibi_slopes, q, q.shape[0]),
+        num_splits=_kvcache_checks.num_splits(num_splits),
     )  # fmt: skip
     on_kernels = _decode.usable(q, k_cache, v_cache, block_table)
     if not on_kernels or checks.values_are_read(q):
