@@ -22,11 +22,12 @@ _ARGUMENTS = (
 
 def check_trainer(trainer_class: type, mixin: type) -> None:
     """Raises ImportError unless the trainer behind `mixin` has the method that it overrides: in a TRL that
-    computes log-probs otherwise nothing would be shared, and nobody would notice."""
+    computes log-probs otherwise nothing would be shared, and nobody would notice. Overrides that pass their
+    arguments on, as `(self, *args, **kwargs)`, say nothing about TRL: the method behind them counts."""
     order = trainer_class.__mro__
     behind = order[order.index(mixin) + 1 :]
-    method = next((vars(cls)[LOG_PROBS] for cls in behind if LOG_PROBS in vars(cls)), None)
-    arguments = () if method is None else tuple(inspect.signature(method).parameters)
+    methods = [inspect.signature(vars(cls)[LOG_PROBS]) for cls in behind if LOG_PROBS in vars(cls)]
+    arguments = next((tuple(m.parameters) for m in methods if not _passes_on(m)), ())
     if arguments[: len(_ARGUMENTS)] != _ARGUMENTS:
         found = f"{LOG_PROBS}({', '.join(arguments)})" if arguments else f"no {LOG_PROBS}"
         raise ImportError(
@@ -35,13 +36,29 @@ def check_trainer(trainer_class: type, mixin: type) -> None:
         )
 
 
+def _passes_on(signature: inspect.Signature) -> bool:
+    """Whether a method names some first arguments of TRL's, or none, and takes all others by **kwargs."""
+    kinds = {p.kind for p in signature.parameters.values()}
+    named = tuple(n for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
+    return (
+        inspect.Parameter.VAR_KEYWORD in kinds
+        and inspect.Parameter.KEYWORD_ONLY not in kinds
+        and len(named) < len(_ARGUMENTS)
+        and named == _ARGUMENTS[: len(named)]
+    )
+
+
 def check_fused_forward(forward: Any, trainer: str) -> None:
-    """Raises ImportError unless a model's forward is TRL's, which takes `fused_lm_head`."""
-    if "fused_lm_head" not in inspect.signature(forward, follow_wrapped=False).parameters:
-        raise ImportError(
-            f"{trainer} needs models like those of trl 1.16, whose trainer gives their forward an argument "
-            f"fused_lm_head; that of trl {trl.__version__} does not"
-        )
+    """Raises ImportError unless a model's forward is TRL's, which takes `fused_lm_head`, or wraps it."""
+    wrapped = forward
+    while wrapped is not None:  # accelerate's mixed precision stands around TRL's forward
+        if "fused_lm_head" in inspect.signature(wrapped, follow_wrapped=False).parameters:
+            return
+        wrapped = getattr(wrapped, "__wrapped__", None)
+    raise ImportError(
+        f"{trainer} needs models like those of trl 1.16, whose trainer gives their forward an argument "
+        f"fused_lm_head; that of trl {trl.__version__} does not"
+    )
 
 
 def trainer_refusal(trainer: Any, models: list[torch.nn.Module]) -> str | None:

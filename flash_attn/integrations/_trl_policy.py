@@ -42,6 +42,12 @@ class _Pass(NamedTuple):
     compute_entropy: bool
     compute_aux_loss: bool
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What TRL passes by name: overrides may take it as **kwargs."""
+        names = ("batch_size", "compute_entropy", "compute_aux_loss")
+        return {name: getattr(self, name) for name in names}
+
 
 class SharedPromptMixin(GroupShuffleMixin):
     """Put before a TRL trainer that has the method: `class MyTrainer(SharedPromptMixin, GRPOTrainer)`.
@@ -50,6 +56,9 @@ class SharedPromptMixin(GroupShuffleMixin):
     parent, with one `SharedPromptWarning` that names the reason, and is counted in `sharing.fallbacks` and in
     the metric `shared_prompt/fallbacks`. The metrics `shared_prompt/packed_tokens` and
     `shared_prompt/replicated_tokens` are tokens per log-prob pass of this process, padding left out.
+
+    Where a batch is shared the parent's `_get_per_token_logps_and_entropies` is not called. An override that
+    must see every pass goes before the mixin: `class MyTrainer(MyOverride, SharedPromptMixin, GRPOTrainer)`.
 
     LoRA dropout and dropout between layers draw one mask for a shared prompt where the parent draws one per
     row: the same in expectation. Attention dropout is refused.
@@ -96,7 +105,8 @@ class SharedPromptMixin(GroupShuffleMixin):
         metrics["shared_prompt/fallbacks"].append(float(step is None))
         if step is None:
             self.sharing.count_fallback(reason or "another process cannot share", type(self).__name__)
-            return super()._get_per_token_logps_and_entropies(*call, **multimodal)  # type: ignore[misc]
+            parent: Any = super()
+            return parent._get_per_token_logps_and_entropies(*call[:4], **call.options, **multimodal)
         metrics["shared_prompt/packed_tokens"].append(float(step.num_packed_tokens))
         metrics["shared_prompt/replicated_tokens"].append(float(step.num_replicated_tokens))
         self.sharing.count_pass(num_forwards, step.num_packed_tokens, step.num_replicated_tokens)
@@ -206,7 +216,7 @@ class SharedPromptMixin(GroupShuffleMixin):
 
         def replicated(ids: torch.Tensor, mask: torch.Tensor, response_width: int) -> torch.Tensor:
             call = _Pass(self.model, ids, mask, response_width, None, True, False)
-            return parent._get_per_token_logps_and_entropies(*call)[0]
+            return parent._get_per_token_logps_and_entropies(*call[:4], **call.options)[0]
 
         self._cost_model = calibrate_passes(
             self.model, self.accelerator.device, shared=shared, replicated=replicated,

@@ -93,6 +93,19 @@ def test_training_equals_the_parents(case, folder):
     print(f"dpo {case}: metrics {worst:.1e}, parameters {error:.1e}, tokens {tokens}")
 
 
+def test_bf16_training_is_shared_and_near_the_parents(folder):
+    """accelerate puts its autocast around the reference model's forward before ours, and around the policy's
+    after it."""
+    _, parent_logs, _ = run(DPOTrainer, folder, bf16=True, max_steps=1)
+    trainer, logs, _ = run(SharedPromptDPOTrainer, folder, bf16=True, max_steps=1)
+    # Two micro-batches, policy and reference.
+    assert trainer.sharing.num_shared_passes == 4 and trainer.sharing.num_fallbacks == 0
+    assert 0 < trainer.sharing.num_packed_tokens < trainer.sharing.num_replicated_tokens
+    for name in ("loss", "grad_norm", "entropy", "logps/chosen", "logps/rejected", "rewards/margins"):
+        a, b = parent_logs[0][name], logs[0][name]
+        assert abs(a - b) <= torch.finfo(torch.bfloat16).eps * max(1, abs(a)), f"{name}: {a} {b}"
+
+
 def test_pairs_share_a_system_prompt(folder):
     """One prefix for all four rows of a micro-batch where that stores fewer tokens."""
     alone, _, _ = run(SharedPromptDPOTrainer, folder, max_steps=1, dataset=pairs())

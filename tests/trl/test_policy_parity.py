@@ -10,7 +10,7 @@ import copy
 
 import pytest
 import torch
-from compare import METRICS, assert_same_logs, assert_shared, run
+from compare import METRICS, TRAINERS, assert_same_logs, assert_shared, run
 from peft import LoraConfig
 from trl import GRPOTrainer
 from two_processes import parameter_error
@@ -100,6 +100,26 @@ def test_every_pass_of_a_step_is_shared(folder):
     assert trainer.sharing.num_shared_passes == 4 + 2
     trainer, logs, _ = run("parent", "grpo", folder, max_steps=1)
     assert not any(name.startswith("shared_prompt/") for name in logs[0])
+
+
+@pytest.mark.parametrize("family", ["grpo", "rloo"])
+def test_bf16_passes_are_shared_and_near_the_parents(family, folder):
+    """accelerate's autocast stands around the forwards of policy and reference model."""
+    trainer, logs, _ = run("shared", family, folder, bf16=True, max_steps=1)
+    assert_shared(trainer, logs)
+    parent = TRAINERS[family][0]
+    ids = torch.randint(3, 60, (4, 15), generator=torch.Generator().manual_seed(0))
+    ids[:, :10] = ids[0, :10]
+    num_passes = trainer.sharing.num_shared_passes
+    for model in (trainer.model, trainer.ref_model):
+        call = (model, ids, torch.ones_like(ids), 5)
+        ours, theirs = (
+            cls._get_per_token_logps_and_entropies(trainer, *call)[0] for cls in (type(trainer), parent)
+        )
+        assert ours.dtype == theirs.dtype == torch.float32
+        eps = torch.finfo(torch.bfloat16).eps
+        assert (ours - theirs).abs().max() <= 4 * eps * theirs.abs().max()
+    assert trainer.sharing.num_shared_passes == num_passes + 2
 
 
 def test_parity_notices_a_wrong_log_prob(folder, monkeypatch):

@@ -152,10 +152,51 @@ class OtherArgumentsTrainer(RenamedTrainer):
         return None
 
 
+class PassingOnTrainer(RenamedTrainer):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+class CountingTrainer(GRPOTrainer):
+    """A user's trainer: passes on whatever arguments there are."""
+
+    num_calls = 0
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        self.num_calls += 1
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+class NamingTrainer(CountingTrainer):
+    """Names what TRL passes by position."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, **kwargs
+        )
+
+
+@pytest.mark.parametrize("parent", [CountingTrainer, NamingTrainer])
+def test_a_users_trainer_that_passes_arguments_on_is_shared(parent, folder):
+    """Its method runs where a batch is not shared, and the results are TRL's."""
+    cls = type("Mine", (SharedPromptMixin, parent), {})
+    trainer = tiny_trainer(folder, cls=cls)
+    ours, _ = both_ways(trainer, *rows())
+    assert trainer.num_calls == 0 and trainer.sharing.num_shared_passes == 1
+    trainer = tiny_trainer(folder, cls=cls, shared_prompt=SharedPromptSettings(cost_model=EXPENSIVE))
+    with pytest.warns(SharedPromptWarning, match="sharing does not pay"):
+        fallback, parents = both_ways(trainer, *rows())
+    assert trainer.num_calls == 1 and trainer.sharing.num_shared_passes == 0
+    for a, b, c in zip(ours[:2], fallback[:2], parents[:2], strict=True):
+        assert torch.equal(b, c)
+        torch.testing.assert_close(a, c, atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("parent", "found"),
     [
         (RenamedTrainer, "has no _get_per_token_logps_and_entropies"),
+        (PassingOnTrainer, "has no _get_per_token_logps_and_entropies"),
         (OtherArgumentsTrainer, r"has _get_per_token_logps_and_entropies\(self, model, batch\)"),
     ],
 )
