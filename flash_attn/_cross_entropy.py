@@ -9,15 +9,14 @@ over the logits are its kernels (_cross_entropy_kernel.py), else PyTorch.
 from __future__ import annotations
 
 import functools
-import logging
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-logger = logging.getLogger("flash_attn")
+from flash_attn import _triton
+
 _CHUNK_ELEMENTS = 1 << 25  # of fp32 logits at a time: 128 MiB
 _BLOCK = 4096  # columns that a Triton program reads at a time
 
@@ -27,27 +26,19 @@ def _chunks(x: Tensor) -> range:
 
 
 @functools.cache
-def _triton() -> Any:
-    """The kernels' module, or None without Triton or what it needs (a C compiler); said once."""
-    try:
-        from flash_attn import _cross_entropy_kernel
-
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            from triton.runtime import driver
-
-            driver.active.get_current_device()
-    except Exception as error:
-        logger.warning("flash_attn's cross entropy runs in PyTorch, because Triton does not run: %s", error)
-        return None
-    return _cross_entropy_kernel
+def _module() -> Any:
+    """The kernels' module, or None without Triton; said once."""
+    return _triton.load(
+        "_cross_entropy_kernel", "'s cross entropy runs in PyTorch", not _triton.interpreted()
+    )
 
 
 def _kernels(logits: Tensor) -> Any:
     """The kernels where they take these logits: on a GPU (or interpreted), the columns side by side."""
-    if not (logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or torch.compiler.is_compiling():
+    if not (logits.is_cuda or _triton.interpreted()) or torch.compiler.is_compiling():
         return None
     fits = logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and logits.stride(1) == 1
-    return _triton() if fits and logits.numel() else None
+    return _module() if fits and logits.numel() else None
 
 
 def _row_sums(

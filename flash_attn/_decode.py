@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn import _triton
 from flash_attn._kvcache_checks import MAX_SPLITS
-
-logger = logging.getLogger("flash_attn")
+from flash_attn._triton import interpreted
 
 MAX_HEAD_DIM = 256
 MAX_ROWS = 64  # query rows of a sequence and kv head that are decoded here
@@ -68,23 +67,8 @@ def _tiles(device: torch.device) -> dict[tuple[bool, bool], Tile]:
 
 @functools.cache
 def kernels() -> Any:
-    """The kernels' module, or None without Triton or what it needs (a C compiler); said once."""
-    try:
-        from flash_attn import _decode_kernel
-
-        if not interpreted():
-            from triton.runtime import driver
-
-            driver.active.get_current_device()
-    except Exception as error:
-        logger.warning("flash_attn decodes through the op, because Triton does not run: %s", error)
-        return None
-    return _decode_kernel
-
-
-def interpreted() -> bool:
-    """Triton's interpreter runs the kernels on CPU tensors: for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """The kernels' module, or None without Triton; said once."""
+    return _triton.load("_decode_kernel", " decodes through the op", not interpreted())
 
 
 def usable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> bool:
