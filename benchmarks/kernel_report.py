@@ -59,7 +59,8 @@ def apart(providers: dict[str, dict[str, dict[str, Any]]]) -> dict[str, list[str
     """commit -> providers of a case, ours first."""
     found: dict[str, list[str]] = {}
     for name in sorted(providers, key=lambda n: not n.startswith("ours")):
-        found.setdefault(commit_of(next(iter(providers[name].values()))), []).append(name)
+        commits = dict.fromkeys(commit_of(row) for row in providers[name].values())
+        found.setdefault(" and ".join(commits), []).append(name)
     return found
 
 
