@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from compare import assert_same_logs, assert_shared, run
 from tiny import arguments, even_words, make, model_path, prompts, train
 from trl import GRPOConfig, GRPOTrainer
@@ -209,6 +210,11 @@ def test_a_trl_that_computes_log_probs_otherwise_is_refused(parent, found):
 def test_a_trl_whose_models_have_no_fused_head_is_refused():
     with pytest.raises(ImportError, match=r"an argument fused_lm_head; that of trl .* does not"):
         check_fused_forward(torch.nn.Linear(2, 2).forward, "SharedPromptDPOTrainer")
+    # Wrapped as accelerate wraps forwards for mixed precision: what is inside counts.
+    with pytest.raises(ImportError, match=r"an argument fused_lm_head; that of trl .* does not"):
+        check_fused_forward(convert_outputs_to_fp32(torch.nn.Linear(2, 2).forward), "SharedPromptDPOTrainer")
+    fused = convert_outputs_to_fp32(lambda input_ids, fused_lm_head=False: input_ids)
+    check_fused_forward(fused, "SharedPromptDPOTrainer")
 
 
 def test_vision_language_trainers_are_refused_before_their_models_are_looked_at():
