@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn import _triton
+from flash_attn import _triton, checks
 
 _CHUNK_ELEMENTS = 1 << 25  # of fp32 logits at a time: 128 MiB
 _BLOCK = 4096  # columns that a Triton program reads at a time
@@ -151,11 +151,37 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # type: ignore[override]
+        checks.no_double_backward("cross_entropy")
         logits, column, counted, lse = ctx.saved_tensors
         dlogits = logits if ctx.inplace else torch.empty_like(logits)
         weight = torch.where(counted, grad * ctx.options[0], 0.0)
         _gradients(logits, column, lse, weight, dlogits, ctx.options)
         return dlogits, *[None] * 8
+
+
+_LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _check(logits: Tensor, labels: Tensor, lse: Tensor | None, ignore_index: int, world: int) -> None:
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            "logits must be (rows, vocab) and labels (rows,), "
+            f"got {list(logits.shape)} and {list(labels.shape)}"
+        )
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating point, got {logits.dtype}")
+    if labels.dtype not in _LABEL_DTYPES:
+        raise TypeError(f"labels must be integers, got {labels.dtype}")
+    if lse is not None and lse.shape != labels.shape:
+        raise ValueError(f"precomputed_lse must be (rows,), got {list(lse.shape)}")
+    if checks.values_are_read(labels):
+        vocab = logits.shape[1] * world
+        values = labels.long()  # 8 bits do not hold the vocabulary's size
+        wrong = ((values < 0) | (values >= vocab)) & (values != ignore_index)
+        if wrong.any():
+            raise ValueError(
+                f"labels must be in [0, {vocab}) or {ignore_index}, got {labels[wrong][0].item()}"
+            )
 
 
 def cross_entropy(
@@ -174,15 +200,11 @@ def cross_entropy(
     Rows whose label is `ignore_index` give 0. `logit_scale` is 1 / temperature. `precomputed_lse` (rows,)
     fp32 is that of the scaled logits. `inplace_backward` writes the gradient over the logits. With
     `process_group` each rank holds an equal share of the vocabulary's columns, in rank order, and labels
-    count over all of them.
+    count over all of them. Labels outside the vocabulary raise ValueError where reading them is free (on the
+    CPU, or with FLASH_ATTN_CHECK=1).
     """
-    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(
-            "logits must be (rows, vocab) and labels (rows,), "
-            f"got {list(logits.shape)} and {list(labels.shape)}"
-        )
-    if precomputed_lse is not None and precomputed_lse.shape != labels.shape:
-        raise ValueError(f"precomputed_lse must be (rows,), got {list(precomputed_lse.shape)}")
+    world = 1 if process_group is None else dist.get_world_size(process_group)
+    _check(logits, labels, precomputed_lse, ignore_index, world)
     return _CrossEntropy.apply(
         logits, labels.long(), precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index,
         inplace_backward, process_group,

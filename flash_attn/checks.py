@@ -31,6 +31,14 @@ def values_are_read(x: Tensor) -> bool:
     return kind == "cpu" or (kind == "cuda" and os.environ.get("FLASH_ATTN_CHECK", "0") == "1")
 
 
+def dims(name: str, x: Any, num_dims: int, shape: str) -> None:
+    """A tensor of `num_dims` dimensions, which `shape` names."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dim() != num_dims:
+        raise ValueError(f"{name} must be {shape}, got {list(x.shape)}")
+
+
 def qkv(
     q: Tensor, k: Tensor, v: Tensor, num_dims: int, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
@@ -40,10 +48,7 @@ def qkv(
     if num_dims == 4:
         shapes = [s.replace("batch_q", "batch").replace("batch_k", "batch") for s in shapes]
     for name, x, shape in zip(names, (q, k, v), shapes, strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.dim() != num_dims:
-            raise ValueError(f"{name} must be {shape}, got {list(x.shape)}")
+        dims(name, x, num_dims, shape)
         if x.dtype not in _DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
         if x.device != q.device:
@@ -196,6 +201,13 @@ def no_forward_mode(*tensors: Tensor | None) -> None:
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("flash_attn: forward-mode derivatives (jvp) are not supported")
+
+
+def no_double_backward(name: str) -> None:
+    """In a backward made of plain steps: refuses create_graph, under which alone gradients are recorded there
+    (a second derivative would lack what the steps leave out)."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{name}: double backward (a gradient of a gradient) is not supported")
 
 
 def flag(name: str, x: Any) -> bool:

@@ -115,6 +115,21 @@ def test_vocabulary_over_two_processes(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat([grad for *_, grad in shares], 1), wanted)
 
 
+def test_labels_of_fewer_bits() -> None:
+    x, labels = problem()
+    x = torch.cat([x] * 30, 1)
+    wanted = cross_entropy(x, labels)[0]
+    for dtype in (torch.int32, torch.int16, torch.int8):
+        assert torch.equal(cross_entropy(x, labels.to(dtype))[0], wanted)
+    assert torch.equal(cross_entropy(x[:2], labels[:2].to(torch.uint8))[0], wanted[:2])
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, labels = problem()
+    with pytest.raises(NotImplementedError, match=r"cross_entropy: double backward .* is not supported"):
+        torch.autograd.grad(cross_entropy(x, labels)[0].sum(), x, create_graph=True)
+
+
 def test_wrong_arguments() -> None:
     x, labels = problem()
     with pytest.raises(
@@ -123,6 +138,13 @@ def test_wrong_arguments() -> None:
         cross_entropy(x, labels[:6])
     with pytest.raises(ValueError, match=r"precomputed_lse must be \(rows,\), got \[7, 1\]"):
         cross_entropy(x, labels, x.logsumexp(-1, keepdim=True))
+    with pytest.raises(TypeError, match=r"labels must be integers, got torch.float32"):
+        cross_entropy(x, labels + 0.5)
+    with pytest.raises(TypeError, match=r"logits must be floating point, got torch.int64"):
+        cross_entropy(x.detach().long(), labels)
+    for wrong in (-1, 12):
+        with pytest.raises(ValueError, match=rf"labels must be in \[0, 12\) or -100, got {wrong}"):
+            cross_entropy(x, labels.masked_fill(labels == 4, wrong))
     with pytest.raises(ValueError, match='reduction must be "mean", "none" or "sum", got \'max\''):
         CrossEntropyLoss(reduction="max")
 

@@ -358,6 +358,14 @@ def test_compiles_without_graph_breaks():
         torch.testing.assert_close(a, b)
 
 
+def test_a_second_derivative_is_refused():
+    hidden, weight, bias = inputs(num_rows=3)
+    values, entropy = log_probs(hidden, Y, weight, bias)
+    for result in (values, entropy):
+        with pytest.raises(NotImplementedError, match=r"log_probs: double backward .* is not supported"):
+            torch.autograd.grad(result.sum(), hidden, create_graph=True, retain_graph=True)
+
+
 def test_wrong_labels_that_cannot_be_read_give_nan(monkeypatch):
     monkeypatch.setattr(CHECKS, "values_are_read", lambda tensor: False)  # as on a GPU
     hidden, weight, bias = inputs(num_rows=3)

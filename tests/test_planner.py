@@ -164,6 +164,7 @@ def test_a_group_above_the_budget_is_split_into_few_parts():
         ({"max_tokens": 9, "groups": [[0]]}, "groups must hold each of the 2 rows exactly once"),
         ({"max_tokens": 9, "groups": [[0, 1], [1]]}, "groups must hold each of the 2 rows exactly once"),
         ({"max_tokens": 9, "groups": [[0, 1], []]}, "groups must hold each of the 2 rows exactly once"),
+        ({"max_tokens": 9, "groups": [[2, 0]]}, "groups must hold each of the 2 rows exactly once"),
         (
             {"max_tokens": 9, "row_lens": [(2, 1), (1, 1)]},
             r"row_lens\[1\] must be \(at least 2 prompt tokens",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn import checks
 from flash_attn.shared_prompt._exchange import all_to_all, copy_words
 from flash_attn.shared_prompt._sharded_layout import ShardedLayout
 
@@ -142,8 +143,8 @@ class _UlyssesAttention(torch.autograd.Function):
         return result, lse_rows.masked_fill(layout.is_padding[:, None], -torch.inf)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        checks.no_double_backward("flash_attn")
         layout, heads, widths, saved = ctx.layout, ctx.heads, ctx.widths, ctx.saved_tensors
         travel, own, head_dim_v = _Travel(layout, heads), layout.num_own_rows, ctx.head_dims[1]
         shape = (heads.num_chunks, heads.num_ranks, own)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn import checks
 from flash_attn.shared_prompt._log_probs_checks import (
     check_options,
     check_pack_rows,
@@ -270,8 +271,8 @@ class _LogProbs(torch.autograd.Function):
         return values, entropy.masked_fill(ignored, 0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        checks.no_double_backward("log_probs")
         rows, weight, bias, labels, pred_index, temperature, *saved = ctx.saved_tensors
         temperature = ctx.temperature if temperature is None else temperature
         tiles = _Tiles(rows, weight, bias, labels, pred_index, temperature, ctx.options)

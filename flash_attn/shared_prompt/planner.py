@@ -129,13 +129,13 @@ def _lengths(
     row_lens: Sequence[tuple[int, int]], groups: PromptGroups | Sequence[Sequence[int]]
 ) -> list[tuple[tuple[int, ...], GroupLens]]:
     """Of each group its rows, the tokens they share, and the tokens of each behind those."""
-    if isinstance(groups, PromptGroups):
-        all_rows, prefixes = groups.rows, groups.prefix_lens
-    else:
-        all_rows = [list(rows) for rows in groups]
-        prefixes = [row_lens[rows[0]][0] if rows else 0 for rows in all_rows]
+    all_rows = groups.rows if isinstance(groups, PromptGroups) else [list(rows) for rows in groups]
     if sorted(row for rows in all_rows for row in rows) != list(range(len(row_lens))) or not all(all_rows):
         raise ValueError(f"groups must hold each of the {len(row_lens)} rows exactly once, got {all_rows}")
+    if isinstance(groups, PromptGroups):
+        prefixes = groups.prefix_lens
+    else:
+        prefixes = [row_lens[rows[0]][0] for rows in all_rows]
     result = []
     for rows, prefix in zip(all_rows, prefixes, strict=True):
         for row in rows:
