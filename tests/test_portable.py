@@ -13,6 +13,7 @@ import pytest
 CSRC = Path(__file__).resolve().parents[1] / "csrc" / "flash_attn"
 sys.path.insert(0, str(CSRC))
 
+import build_support  # noqa: E402
 import manylinux  # noqa: E402
 import old_glibc  # noqa: E402
 
@@ -75,3 +76,15 @@ def test_a_library_linked_here_loads_on_linux_of_2018(tmp_path: Path) -> None:
     tag = manylinux.platform_tag(library, "linux_x86_64")
     assert tag in ("manylinux_2_17_x86_64", "manylinux_2_28_x86_64"), manylinux.needed_versions(library)
     assert ctypes.CDLL(str(library)).answer() == 42
+
+
+def test_a_compiler_that_is_missing_or_fails_is_said(tmp_path: Path) -> None:
+    with pytest.raises(build_support.BuildError, match=r"CXX=no-such-g[+][+] was not found"):
+        build_support.stub_flags(tmp_path, "no-such-g++")
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\necho cannot link >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    with pytest.raises(
+        build_support.BuildError, match=r"cxx -print-file-name=libc.so.6 failed:\ncannot link"
+    ):
+        build_support.stub_flags(tmp_path, str(compiler))

@@ -242,6 +242,16 @@ def ninja_escape(text: str) -> str:
     return text.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+def stub_flags(folder: Path, cxx: str) -> list[str]:
+    try:
+        return old_glibc.write_stubs(folder, cxx)
+    except FileNotFoundError as error:
+        raise BuildError(f"CXX={cxx} was not found") from error
+    except subprocess.CalledProcessError as error:
+        command = shlex.join(error.cmd)
+        raise BuildError(f"stubs of glibc's old libraries: {command} failed:\n{error.stderr}") from error
+
+
 def write_ninja(options: Options, folder: Path, env: Mapping[str, str] = os.environ) -> Path:
     """build.ninja and the generated sources. Returns the library's path."""
     nvcc, cuda = find_nvcc(env)
@@ -268,7 +278,7 @@ def write_ninja(options: Options, folder: Path, env: Mapping[str, str] = os.envi
     ]
     ld_flags += [f"-L{lib64}", "-lcudart_static", "-ldl", "-lpthread", "-lrt"]
     cxx = env.get("CXX") or "g++"
-    ld_flags += old_glibc.write_stubs(folder / "stubs", cxx)
+    ld_flags += stub_flags(folder / "stubs", cxx)
     launcher = shutil.which("ccache") or shutil.which("sccache") or ""
     compile_cuda = f"{launcher} {shlex.quote(nvcc)} {join(nvcc_all)}".strip()
     rules = f"""\
