@@ -309,6 +309,14 @@ def varlen_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: 
     return segments
 
 
+def check_packed(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
+    """q, k, v of packed sequences; k and v in pages are checked where they are gathered."""
+    if block_table is None:
+        checks.qkv(q, k, v, 3)
+    else:
+        checks.dims("q", q, 3, "(total_q, num_heads, head_dim)")
+
+
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
@@ -318,8 +326,7 @@ def varlen(
     names: tuple[str, str, str, str] = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
 ) -> Output:  # fmt: skip
     q, k, v = autocast(q, k, v)
-    if block_table is None:
-        checks.qkv(q, k, v, 3)
+    check_packed(q, k, v, block_table)
     checks.options(dropout_p, softcap, window_size)
     max_seqlen_q, max_seqlen_k = checks.length(names[2], max_seqlen_q), checks.length(names[3], max_seqlen_k)
     rows_k = k.shape[0] if block_table is None else 2**31  # the pages' rows are checked one by one
@@ -330,7 +337,9 @@ def varlen(
     )
     placed = None
     if any(x is not None for x in (block_table, leftpad_k, seqused_k)):
-        k, v, placed = _places.find(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, leftpad_k, seqused_k)
+        k, v, placed = _places.find(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table, leftpad_k, seqused_k
+        )
         checks.qkv(q, k, v, 3)
     extras = extras_of(q, cu_seqlens_q.shape[0] - 1, dropout_p, alibi_slopes, softcap, rng_state)
     segments = varlen_segments(cu_seqlens_q, cu_seqlens_k) if placed is None else placed

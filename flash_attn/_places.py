@@ -26,17 +26,29 @@ def _check(name: str, x: Any, shape: str, fits: bool, q: Tensor) -> None:
 
 def _check_pages(k: Any, v: Any) -> None:
     for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            form = "(num_blocks, page_size, num_heads_k, head_dim)"
-            raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+        checks.dims(name, x, 4, "(num_blocks, page_size, num_heads_k, head_dim)")
+    if k.shape[0] == 0:
+        raise ValueError(f"k must have a page, got {list(k.shape)}")
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(f"v must have k's {list(k.shape[:2])} pages and rows, got {list(v.shape[:2])}")
 
 
 def _gathered(x: Tensor, pages: Tensor) -> Tensor:
-    return x[pages.clamp(0, max(x.shape[0] - 1, 0)).flatten()].flatten(0, 1)
+    return x[pages.clamp(0, x.shape[0] - 1).flatten()].flatten(0, 1)
+
+
+def _check_used(length: Tensor, max_seqlen_k: int, pages: Tensor, num_blocks: int, page_size: int) -> None:
+    """Keys in pages, where values may be read: no more than max_seqlen_k, and in pages that exist. Behind a
+    sequence's keys pages may be any."""
+    if not checks.values_are_read(length):
+        return
+    if bool((length > max_seqlen_k).any()):
+        raise ValueError(f"seqused_k must be at most max_seqlen_k = {max_seqlen_k}, got {length.tolist()}")
+    used = torch.arange(pages.shape[1], device=length.device) * page_size < length[:, None]
+    if bool((used & ((pages < 0) | (pages >= num_blocks))).any()):
+        raise ValueError(
+            f"block_table must be within k's {num_blocks} pages where keys are, got {pages.tolist()}"
+        )
 
 
 def _zeros_between(v: Tensor, begin: Tensor, end: Tensor) -> Tensor:
@@ -51,7 +63,7 @@ def _zeros_between(v: Tensor, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def find(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int,
     block_table: Tensor | None, leftpad_k: Tensor | None, seqused_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """k and v as rows (n, Hk, D), v's zero between the sequences, and their segments, (batch, 6) int32."""
@@ -62,6 +74,8 @@ def find(
         if x is not None:
             _check(name, x, f"(batch,) = [{batch}]", getattr(x, "shape", None) == (batch,), q)
     begin, length = cu_seqlens_k[:-1].long(), cu_seqlens_k.diff().long()
+    if seqused_k is not None:
+        length = seqused_k.long()
     capacity = None
     if block_table is not None:
         if leftpad_k is not None:
@@ -73,15 +87,7 @@ def find(
         k, v = _gathered(k, pages), _gathered(v, pages)
         capacity = pages.shape[1] * page_size
         begin = torch.arange(batch, device=q.device) * capacity
-        if checks.values_are_read(length):
-            used = torch.arange(pages.shape[1], device=q.device) * page_size < length[:, None]
-            if bool((used & ((pages < 0) | (pages >= num_blocks))).any()):
-                raise ValueError(
-                    f"block_table must be within k's {num_blocks} pages where keys are, "
-                    f"got {block_table.tolist()}"
-                )
-    if seqused_k is not None:
-        length = seqused_k.long()
+        _check_used(length, max_seqlen_k, pages, num_blocks, page_size)
     shift = torch.zeros_like(begin) if leftpad_k is None else leftpad_k.long()
     if checks.values_are_read(length):
         for name, x in (("leftpad_k", shift), ("seqused_k", length)):

@@ -108,8 +108,7 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
 ) -> _Forward:
     """out (total_q, H, Dv), lse (H, total_q) fp32, probabilities and state as `_flash_attn_forward`."""
-    if block_table is None:
-        checks.qkv(q, k, v, 3)
+    _calls.check_packed(q, k, v, block_table)
     checks.options(dropout_p, softcap, (window_size_left, window_size_right))
     rng_state = _new_rng_state(dropout_p, q)
     out, lse, probabilities = _calls.varlen(

@@ -80,7 +80,7 @@ def test_more_padding_than_keys_is_no_key() -> None:
     rows = [torch.cat([x[4:5], x[7:10]]) for x in (k, v)]
     wanted = _flash_attn_varlen_forward(q, *rows, cu(Q_LENS), cu([0, 1, 3]), 3, 3, 0.0, 0.3, False)
     torch.testing.assert_close((out, lse), wanted[:2], rtol=1e-11, atol=1e-11)
-    _, kept, segments = _places.find(q, k, v, *arguments, None, ints(pad), ints(used))
+    _, kept, segments = _places.find(q, k, v, *arguments, 5, None, ints(pad), ints(used))
     assert segments[:, 4:].tolist() == [[3, 3], [4, 5], [7, 10]]
     torch.testing.assert_close(kept[[4, 7, 8, 9]], v[[4, 7, 8, 9]])
 
@@ -97,7 +97,7 @@ def test_nan_between_the_sequences_reaches_nothing() -> None:
     numbers = (cu(Q_LENS), cu(K_LENS))
     found = flash_attn_varlen_func(q, *poisoned, *numbers, 3, 9, block_table=table)
     torch.testing.assert_close(found, flash_attn_varlen_func(q, k, v, *numbers, 3, 9, block_table=table))
-    _, rows, segments = _places.find(q, *poisoned, *numbers, table, None, None)
+    _, rows, segments = _places.find(q, *poisoned, *numbers, 9, table, None, None)
     taken = torch.cat([rows[begin:end] for begin, end in segments[:, 4:].tolist()])
     assert int(rows.isfinite().all(-1).all(-1).sum()) == len(rows) and int(
         (rows != 0).any(-1).any(-1).sum()
@@ -124,6 +124,17 @@ def test_nan_between_the_sequences_reaches_nothing() -> None:
             r"v must have k's \[6, 4\] pages and rows, got \[6, 2\]",
         ),
         (dict(block_table=TABLE, q=torch.zeros(6, H, D).requires_grad_()), NotImplementedError, "gradients"),
+        (dict(block_table=TABLE, q=None), TypeError, "q must be a tensor, got NoneType"),
+        (dict(block_table=TABLE, q=[1.0]), TypeError, "q must be a tensor, got list"),
+        (
+            dict(block_table=TABLE, q=torch.tensor(1.0)), ValueError,
+            r"q must be \(total_q, num_heads, head_dim\), got \[\]",
+        ),
+        (
+            {n: torch.zeros(0, PAGE, HK, D, dtype=torch.float64) for n in "kv"}
+            | dict(block_table=TABLE, cu_seqlens_k=cu([0, 0, 0])), ValueError,
+            r"k must have a page, got \[0, 4, 2, 8\]",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_pages(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -131,6 +142,27 @@ def test_wrong_pages(changes: dict[str, Any], kind: type[Exception], message: st
     arguments = dict(q=q, k=k, v=v, cu_seqlens_q=cu(Q_LENS), cu_seqlens_k=cu(K_LENS), max_seqlen_q=3)
     with pytest.raises(kind, match=message):
         flash_attn_varlen_func(**{**arguments, **changes, "max_seqlen_k": 9})
+
+
+def test_pages_are_checked_where_used_keys_are() -> None:
+    q, k, v = paged()
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    table = ints(0, -1, 1, 99, 2, -1).view(3, 2)
+    tail = (3, 8, 0.0, 0.3, False)
+    few = dict(block_table=table, seqused_k=ints(3, 4, 0))
+    found = _flash_attn_varlen_forward(q, k, v, cu(Q_LENS), cu([8, 8, 8]), *tail, **few)
+    rows = [torch.cat([x[0, :3], x[1]]) for x in (k, v)]
+    wanted = _flash_attn_varlen_forward(q, *rows, cu(Q_LENS), cu([3, 4, 0]), *tail)
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-11, atol=1e-11)
+    many = dict(block_table=table, seqused_k=ints(8, 8, 8))
+    with pytest.raises(ValueError, match=r"block_table must be within k's 6 pages .*, got \[\[0, -1"):
+        _flash_attn_varlen_forward(q, k, v, cu(Q_LENS), cu([2, 2, 2]), *tail, **many)
+    more = dict(block_table=TABLE.clamp(max=5), seqused_k=ints(0, 9, 0))
+    with pytest.raises(ValueError, match=r"seqused_k must be at most max_seqlen_k = 8, got \[0, 9, 0\]"):
+        _flash_attn_varlen_forward(q, k, v, cu(Q_LENS), cu([8, 8, 8]), *tail, **more)
+    for wrong in (None, torch.tensor(1.0)):
+        with pytest.raises((TypeError, ValueError), match=r"q must be (a tensor, got NoneType|\(total_q)"):
+            _flash_attn_varlen_forward(wrong, k, v, cu(Q_LENS), cu([8, 8, 8]), *tail, **few)
 
 
 def test_wrong_places() -> None:
