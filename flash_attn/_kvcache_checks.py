@@ -115,9 +115,11 @@ def shapes(
     if k is None or v is None:
         return
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if k.shape[1] and x.shape[0] > 1 and x.stride(0) == 0:
+        shared = any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
+        if k.shape[1] and shared:
             raise ValueError(
-                f"{name} must have memory for each sequence to append to, got strides {x.stride()}"
+                f"{name} must have memory for each sequence, row and head to append to, "
+                f"got strides {x.stride()}"
             )
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"v must have k's {k.shape[1]} rows, got {v.shape[1]}")

@@ -42,15 +42,36 @@ class Cache:
         return self.pages.gather(1, position // self.page_size) * self.page_size + position % self.page_size
 
 
+def _step(x: Tensor) -> int | None:
+    """Rows from one block of x (blocks, rows of a block, Hk, D) to the next, 0 where expanded; None: no whole
+    number of them, or the blocks' rows lie between each other."""
+    blocks, length = x.shape[:2]
+    if blocks > 1 and x.stride(0) == 0:
+        return 0
+    if blocks <= 1 or length == 0:
+        return length
+    step, rest = divmod(x.stride(0), x.stride(1)) if x.stride(1) else (0, 1)
+    return None if rest or step < length else step
+
+
+def readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v at strides that `open_cache` takes: copies, to which nothing may be appended, where they lie
+    otherwise."""
+    if _step(k) is not None and _step(k) == _step(v):
+        return k, v
+    # A contiguous tensor may have any stride where it has one row: a clone has the usual ones.
+    return tuple(x.clone(memory_format=torch.contiguous_format) for x in (k, v))  # type: ignore[return-value]
+
+
 def _as_rows(x: Tensor, name: str) -> tuple[Tensor, int]:
     """(blocks, rows of a block, Hk, D) as (rows, Hk, D), a view; and the rows from one block to the next."""
     blocks, length, heads, head_dim = x.shape
+    step = _step(x)
     if blocks > 1 and x.stride(0) == 0:  # expanded: one for all
         return x[0], 0
     if blocks <= 1 or length == 0:
         return x.flatten(0, 1), length
-    step, rest = divmod(x.stride(0), x.stride(1)) if x.stride(1) else (0, 1)
-    if rest or step < length:
+    if step is None:
         raise ValueError(
             f"{name} must have a batch stride that is a multiple of its row stride, got {x.stride()}"
         )

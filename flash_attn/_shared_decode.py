@@ -94,11 +94,13 @@ def with_kvcache(
     options = (None, None, None, scale)
     more: Any = ((-1, -1), softcap, True, None, num_splits)
     out, lse = _kvcache.with_kvcache(q, k_cache, v_cache, k, v, None, None, before, *options, causal, *more)
-    rows = q.reshape(num_prompts, -1, *q.shape[2:])
+    num_sequences = batch // num_prompts
+    rows = q.reshape(num_prompts, num_sequences * seqlen_q, *q.shape[2:])
+    k_prompt, v_prompt = _kvcache_op.readable(k_prompt, v_prompt)
     out_prompt, lse_prompt = _kvcache.with_kvcache(
         rows, k_prompt, v_prompt, None, None, None, None, prompt_lens, *options, False, *more
     )
-    lse_prompt = lse_prompt.unflatten(2, (-1, seqlen_q)).transpose(1, 2).flatten(0, 1)
+    lse_prompt = lse_prompt.unflatten(2, (num_sequences, seqlen_q)).transpose(1, 2).flatten(0, 1)
     merged = torch.logaddexp(lse, lse_prompt)
     parts = ((out, lse), (out_prompt.reshape(out.shape), lse_prompt))
     weights = [(x - merged).exp().masked_fill(merged == -torch.inf, 0.0) for _, x in parts]

@@ -311,7 +311,17 @@ WRONG = [
     (
         {"k_cache": torch.zeros(1, 24, HK, D, dtype=torch.float64).expand(3, -1, -1, -1)},
         ValueError,
-        r"k_cache must have memory for each sequence to append to, got strides \(0, 16, 8, 1\)",
+        r"k_cache must have memory for each sequence, row and head to append to, got strides \(0, 16, 8, 1\)",
+    ),
+    (
+        {"k_cache": torch.zeros(3, 24, 1, D, dtype=torch.float64).expand(-1, -1, HK, -1)},
+        ValueError,
+        r"k_cache must have memory for each .*, got strides \(192, 8, 0, 1\)",
+    ),
+    (
+        {"v_cache": torch.zeros(3, 1, HK, D, dtype=torch.float64).expand(-1, 24, -1, -1)},
+        ValueError,
+        r"v_cache must have memory for each .*, got strides \(16, 0, 8, 1\)",
     ),
     ({"block_table": ints(3, 1).to("meta")}, ValueError, "block_table must be on q's device cpu, got meta"),
     ({"q": None}, TypeError, "q must be a tensor, got NoneType"),

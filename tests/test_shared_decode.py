@@ -92,6 +92,28 @@ def test_the_output_alone_and_default_lengths() -> None:
     assert "flash_attn_shared_prompt_with_kvcache" in flash_attn.__all__
 
 
+@pytest.mark.parametrize("options", [{}, dict(causal=True)])
+@pytest.mark.parametrize("batch", [B, 0])
+def test_without_queries(batch: int, options: dict[str, Any]) -> None:
+    x = {name: t[:batch] if t.shape[0] == B else t for name, t in tensors().items()}
+    out, lse = flash_attn_shared_prompt_with_kvcache(
+        **x | dict(q=x["q"][:, :0]), return_softmax_lse=True, **options
+    )
+    assert out.shape == (batch, 0, H, D) and lse.shape == (batch, H, 0)
+
+
+@pytest.mark.parametrize("rows", [P, 1])
+@pytest.mark.parametrize("names", [("k_prompt", "v_prompt"), ("v_prompt",)])
+def test_prompts_that_lie_between_each_other(names: tuple[str, ...], rows: int) -> None:
+    """They are only read, so that any strides do."""
+    x = tensors()
+    x |= {name: x[name][:, :rows] for name in ("k_prompt", "v_prompt")}
+    wanted = flash_attn_shared_prompt_with_kvcache(**x)
+    for name in names:
+        x[name] = x[name].transpose(0, 1).contiguous().transpose(0, 1)
+    torch.testing.assert_close(flash_attn_shared_prompt_with_kvcache(**x), wanted)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
