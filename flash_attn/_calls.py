@@ -245,8 +245,10 @@ def dense(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
     return_attn_probs: bool, rng_state: Tensor | None = None, probabilities: bool = True,
+    casts: bool = True,
 ) -> Output:  # fmt: skip
-    q, k, v = autocast(q, k, v)
+    """`casts`: whether in autocast's dtype, where that is on."""
+    q, k, v = autocast(q, k, v) if casts else (q, k, v)
     checks.qkv(q, k, v, 4)
     checks.options(dropout_p, softcap, window_size)
     batch, seqlen_q = q.shape[:2]
@@ -324,8 +326,9 @@ def varlen(
     return_attn_probs: bool, block_table: Tensor | None = None, rng_state: Tensor | None = None,
     probabilities: bool = True, leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None,
     names: tuple[str, str, str, str] = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    casts: bool = True,
 ) -> Output:  # fmt: skip
-    q, k, v = autocast(q, k, v)
+    q, k, v = autocast(q, k, v) if casts else (q, k, v)
     check_packed(q, k, v, block_table)
     checks.options(dropout_p, softcap, window_size)
     max_seqlen_q, max_seqlen_k = checks.length(names[2], max_seqlen_q), checks.length(names[3], max_seqlen_k)

@@ -2,7 +2,8 @@
 
 They take and return what flash-attn 2.8's do: dense tensors (B, S, H, D) with lse (B, H, Sq), packed ones
 (total, H, D) with lse (H, total_q); nothing is differentiable here. In the backward, `out` and `softmax_lse`
-may belong to more keys than `k` holds (ring attention): P = exp(q k^T softmax_scale - softmax_lse).
+may belong to more keys than `k` holds (ring attention): P = exp(q k^T softmax_scale - softmax_lse). Forward
+and backward run in their tensors' dtype under torch.autocast too.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _flash_attn_forward(
     rng_state = _new_rng_state(dropout_p, q)
     out, lse, probabilities = _calls.dense(
         q, k, v, dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
-        alibi_slopes, False, True, rng_state, return_softmax,
+        alibi_slopes, False, True, rng_state, return_softmax, casts=False,
     )  # fmt: skip
     return out, lse, probabilities, rng_state
 
@@ -114,7 +115,7 @@ def _flash_attn_varlen_forward(
     out, lse, probabilities = _calls.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         (window_size_left, window_size_right), softcap, alibi_slopes, False, True, block_table, rng_state,
-        return_softmax, leftpad_k, seqused_k,
+        return_softmax, leftpad_k, seqused_k, casts=False,
     )  # fmt: skip
     return out, lse, probabilities, rng_state
 

@@ -54,6 +54,27 @@ def test_varlen() -> None:
     torch.testing.assert_close(softmax_d[:, :6], (dout * out).sum(-1).t().float())
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_autocast_casts_neither_direction(packed: bool) -> None:
+    q, k, v = (x.detach().float() for x in qkv((1, 5, 4, 8), (1, 7, 2, 8), (1, 7, 2, 8)))
+    tail = (0.0, 0.3, True, -1, -1, 0.0, None)
+    forward, backward, lengths = interface._flash_attn_forward, interface._flash_attn_backward, ()
+    if packed:
+        forward, backward = interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward
+        lengths = (torch.tensor([0, 5], dtype=torch.int32), torch.tensor([0, 7], dtype=torch.int32), 5, 7)
+        q, k, v = q[0], k[0], v[0]
+
+    def run() -> list[Tensor]:
+        out, lse, _, _ = forward(q, k, v, *lengths, *tail, False)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        backward(torch.ones_like(out), q, k, v, out, lse, *grads, *lengths, *tail, False)
+        return [out, lse, *grads]
+
+    wanted = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(run(), wanted, rtol=0, atol=0)
+
+
 def test_a_ring_of_two_key_shares() -> None:
     """What ring attention does: merge forwards by lse, then a backward per share with that out and lse."""
     q, k, v = qkv((1, 6, 2, 4), (1, 8, 2, 4), (1, 8, 2, 4))
