@@ -250,7 +250,7 @@ def dense(
     """`casts`: whether in autocast's dtype, where that is on."""
     q, k, v = autocast(q, k, v) if casts else (q, k, v)
     checks.qkv(q, k, v, 4)
-    checks.options(dropout_p, softcap, window_size)
+    checks.options(dropout_p, softcap, window_size, q.dtype)
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
     extras = extras_of(q, batch, dropout_p, alibi_slopes, softcap, rng_state)
@@ -330,7 +330,7 @@ def varlen(
 ) -> Output:  # fmt: skip
     q, k, v = autocast(q, k, v) if casts else (q, k, v)
     check_packed(q, k, v, block_table)
-    checks.options(dropout_p, softcap, window_size)
+    checks.options(dropout_p, softcap, window_size, q.dtype)
     max_seqlen_q, max_seqlen_k = checks.length(names[2], max_seqlen_q), checks.length(names[3], max_seqlen_k)
     rows_k = k.shape[0] if block_table is None else 2**31  # the pages' rows are checked one by one
     checks.cu_seqlens_pair(

@@ -92,7 +92,7 @@ def with_kvcache(
     """The work of `flash_attn_with_kvcache`: out (B, Sq, H, Dv) and lse (B, H, Sq)."""
     _kvcache_checks.shapes(q, k_cache, v_cache, k, v, block_table)
     _kvcache_checks.indices(q, k_cache.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    checks.options(0.0, softcap, window_size)
+    checks.options(0.0, softcap, window_size, q.dtype)
     capacity = _capacity(k_cache, block_table)
     _kvcache_checks.rotary(rotary_cos, rotary_sin, k, q, capacity)
     call = Call(

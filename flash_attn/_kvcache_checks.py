@@ -163,7 +163,10 @@ def indices(
         ("cache_batch_idx", batch_idx),
         ("cache_leftpad", leftpad),
     ):
-        if x is None or (name == "cache_seqlens" and is_number(x)):
+        if x is None:
+            continue
+        if name == "cache_seqlens" and is_number(x):
+            checks._integer(name, x)
             continue
         index(name, x, "batch", batch, q.device)
     if block_table is None:

@@ -63,11 +63,13 @@ def with_kvcache(
     _kvcache_checks.shapes(q, k_cache, v_cache, k, v, None)
     _kvcache_checks.indices(q, k_cache.shape[0], cache_seqlens, None, None, None)
     _check_prompts(q, k_prompt, v_prompt, k_cache, v_cache)
-    checks.options(0.0, softcap)
+    checks.options(0.0, softcap, dtype=q.dtype)
     causal, num_splits = checks.flag("causal", causal), _kvcache_checks.num_splits(num_splits)
     batch, seqlen_q = q.shape[:2]
     num_prompts, longest = k_prompt.shape[:2]
-    if not (prompt_seqlens is None or _kvcache_checks.is_number(prompt_seqlens)):
+    if _kvcache_checks.is_number(prompt_seqlens):
+        checks._integer("prompt_seqlens", prompt_seqlens)
+    elif prompt_seqlens is not None:
         _kvcache_checks.index("prompt_seqlens", prompt_seqlens, "num_prompts", num_prompts, q.device)
     before = _kvcache.seqlens_of(cache_seqlens, batch, k_cache.shape[1], q.device)
     prompt_lens = _kvcache.seqlens_of(prompt_seqlens, num_prompts, longest, q.device)

@@ -77,7 +77,7 @@ def _flash_attn_forward(
     """out (B, Sq, H, Dv), lse (B, H, Sq) fp32, with dropout and `return_softmax` the probabilities, negative
     where dropped (for tests), else an empty tensor; and the dropout's state (2,) int64, else zeros."""
     checks.qkv(q, k, v, 4)
-    checks.options(dropout_p, softcap, (window_size_left, window_size_right))
+    checks.options(dropout_p, softcap, (window_size_left, window_size_right), q.dtype)
     rng_state = _new_rng_state(dropout_p, q)
     out, lse, probabilities = _calls.dense(
         q, k, v, dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
@@ -110,7 +110,7 @@ def _flash_attn_varlen_forward(
 ) -> _Forward:
     """out (total_q, H, Dv), lse (H, total_q) fp32, probabilities and state as `_flash_attn_forward`."""
     _calls.check_packed(q, k, v, block_table)
-    checks.options(dropout_p, softcap, (window_size_left, window_size_right))
+    checks.options(dropout_p, softcap, (window_size_left, window_size_right), q.dtype)
     rng_state = _new_rng_state(dropout_p, q)
     out, lse, probabilities = _calls.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -176,7 +176,7 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Writes dq, dk, dv where given; returns sum(dout * out) as (B, H, Sq rounded up to 128) fp32."""
     checks.qkv(q, k, v, 4)
-    checks.options(dropout_p, softcap, (window_size_left, window_size_right))
+    checks.options(dropout_p, softcap, (window_size_left, window_size_right), q.dtype)
     extras = _extras(q, q.shape[0], dropout_p, alibi_slopes, softcap, rng_state)
     _check_gradients(q, k, v, dout, out, (dq, dk, dv))
     batch, seqlen_q, num_heads = q.shape[:3]
@@ -222,7 +222,7 @@ def _flash_attn_varlen_backward(
 ) -> Tensor:
     """Writes dq, dk, dv where given; returns sum(dout * out) as (H, total_q + 128 B) fp32, rows first."""
     checks.qkv(q, k, v, 3)
-    checks.options(dropout_p, softcap, (window_size_left, window_size_right))
+    checks.options(dropout_p, softcap, (window_size_left, window_size_right), q.dtype)
     _check_gradients(q, k, v, dout, out, (dq, dk, dv))
     max_seqlen_q = checks.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = checks.length("max_seqlen_k", max_seqlen_k)

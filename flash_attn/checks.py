@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,13 +86,16 @@ def options(
     dropout_p: float = 0.0,
     softcap: float = 0.0,
     window_size: tuple[int, int] = (-1, -1),
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Values of the options."""
+    """Values of the options, for inputs of `dtype`."""
     dropout_p, softcap = _number("dropout_p", dropout_p), _number("softcap", softcap)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if not 0.0 <= softcap < float("inf"):
         raise ValueError(f"softcap must be >= 0 and finite (0: none), got {softcap}")
+    if softcap > 0.0:
+        normal("softcap", softcap, dtype)
     is_row = isinstance(window_size, Tensor) and window_size.dim() == 1
     if not (is_row or isinstance(window_size, Sequence)) or len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size!r}")
@@ -184,11 +188,25 @@ def sinks(x: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks must be on q's device {q.device}, got {x.device}")
 
 
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """What inputs of `dtype` are computed in: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def normal(name: str, x: Any, dtype: torch.dtype) -> None:
+    """A number > 0 that the arithmetic of inputs of `dtype` takes neither for infinite nor for (nearly) 0."""
+    wide = arithmetic(dtype)
+    limits = torch.finfo(wide)
+    if not limits.tiny <= _number(name, x) <= limits.max:
+        raise ValueError(f"{name} must be in [{limits.tiny:.3g}, {limits.max:.3g}] ({wide}), got {x}")
+
+
 def softmax_scale(x: Any, device_type: str) -> float:
     """A finite number; CUDA kernels take the maximum before they scale, so that theirs is positive."""
-    scale = float(_number("softmax_scale", x))
-    if not -float("inf") < scale < float("inf"):  # may be symbolic: no math.isfinite
+    scale, largest = _number("softmax_scale", x), sys.float_info.max
+    if not -largest <= scale <= largest:  # may be symbolic: no math.isfinite
         raise ValueError(f"softmax_scale must be finite, got {scale}")
+    scale = float(scale)
     if scale <= 0.0 and device_type == "cuda":
         raise NotImplementedError(f"softmax_scale must be > 0 on CUDA devices, got {scale}")
     return scale
@@ -227,6 +245,8 @@ def _number(name: str, x: Any) -> Any:
     if not isinstance(x, str | bytes):
         try:
             return float(x)
+        except OverflowError as problem:  # a fraction, say
+            raise ValueError(f"{name} must be finite, got {x}") from problem
         except (TypeError, ValueError, RuntimeError) as problem:
             error = problem
     raise TypeError(f"{name} must be a number, got {x!r}") from error

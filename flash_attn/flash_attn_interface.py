@@ -328,7 +328,7 @@ def flash_attn_dualkv_varlen_func(
     q, k_context, v_context, k_decoded, v_decoded = autocast(q, k_context, v_context, k_decoded, v_decoded)
     checks.qkv(q, k_decoded, v_decoded, 3, ("q", "k_decoded", "v_decoded"))
     checks.qkv(q, k_context, v_context, 3, ("q", "k_context", "v_context"))
-    checks.options(softcap=softcap, window_size=window_size)
+    checks.options(softcap=softcap, window_size=window_size, dtype=q.dtype)
     checks.sinks(sinks, q)
     max_seqlen_q = checks.length("max_seqlen_q", max_seqlen_q)
     max_seqlen_k_decoded = checks.length("max_seqlen_k_decoded", max_seqlen_k_decoded)
@@ -392,7 +392,7 @@ def flash_attn_shared_prompt_func(
         raise TypeError(f"layout must be a SharedPromptLayout, got {type(layout).__name__}")
     q, k, v = autocast(q, k, v)
     checks.qkv(q, k, v, 3)
-    checks.options(softcap=softcap, window_size=window_size)
+    checks.options(softcap=softcap, window_size=window_size, dtype=q.dtype)
     checks.sinks(sinks, q)
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")

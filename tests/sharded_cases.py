@@ -270,6 +270,7 @@ def rejected(group: dist.ProcessGroup) -> dict[str, str]:
     capacities = SharedPromptLayout.from_lengths([5], [[3, 2]], max_segments=4, max_total=16)
     q3, short = torch.randn(sharded.num_rows, 3, 8), torch.randn(1, 4, 8)
     ok = torch.randn(sharded.num_rows, 4, 8)
+    leaf = ok.clone().requires_grad_()
     shape = ulysses.AttentionShape(3, 3, 8, torch.float32)
     calls: dict[str, Any] = {
         "layout": lambda: ulysses.shard_layout(packed, group),  # type: ignore[arg-type]
@@ -288,6 +289,9 @@ def rejected(group: dist.ProcessGroup) -> dict[str, str]:
         "auto heads": lambda: ulysses.choose_method(capacities, group, shape),
         "few rows": lambda: flash_attn_shared_prompt_func(short, short, short, sharded),
         "many rows": lambda: flash_attn_shared_prompt_func(*[torch.cat([ok, ok])] * 3, sharded),
+        "second derivative": lambda: torch.autograd.grad(
+            flash_attn_shared_prompt_func(leaf, leaf, leaf, sharded).sum(), leaf, create_graph=True
+        ),
         "plain layout": lambda: ulysses.attention(ok, ok, ok, layout),
         "local_rows": lambda: ulysses.local_rows(torch.zeros(3), sharded),
         "gather_rows": lambda: ulysses.gather_rows(torch.zeros(1), sharded),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,10 @@ DENSE: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((Q, K, K), {"softcap": -1.0}, ValueError, r"softcap must be >= 0 and finite \(0: none\), got -1.0"),
     ((Q, K, K), {"softcap": float("nan")}, ValueError, r"softcap must be >= 0 and finite .*, got nan"),
     ((Q, K, K), {"softcap": float("inf")}, ValueError, r"softcap must be >= 0 and finite .*, got inf"),
+    ((Q, K, K), {"softcap": 1e300}, ValueError, r"softcap must be in \[1.18e-38, 3.4e\+38\] .*, got 1e\+300"),
+    ((Q, K, K), {"softcap": 1e-40}, ValueError, r"softcap must be in .* \(torch.float32\), got 1e-40"),
+    ((Q, K, K), {"softcap": 10**400}, ValueError, r"softcap must be .*, got 1000"),
+    ((Q, K, K), {"softcap": Fraction(10**400)}, ValueError, r"softcap must be finite, got 1000"),
     ((Q, K, K), {"softcap": None}, TypeError, r"softcap must be a number, got None"),
     ((Q, K, K), {"dropout_p": "a"}, TypeError, r"dropout_p must be a number, got 'a'"),
     ((Q, K, K), {"dropout_p": "0"}, TypeError, r"dropout_p must be a number, got '0'"),
@@ -46,6 +51,7 @@ DENSE: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((Q, K, K), {"softmax_scale": [1.0]}, TypeError, r"softmax_scale must be a number, got \[1.0\]"),
     ((Q, K, K), {"softmax_scale": float("nan")}, ValueError, r"softmax_scale must be finite, got nan"),
     ((Q, K, K), {"softmax_scale": float("-inf")}, ValueError, r"softmax_scale must be finite, got -inf"),
+    ((Q, K, K), {"softmax_scale": -(10**400)}, ValueError, r"softmax_scale must be finite, got -1000"),
     ((Q, K, K), {"causal": "no"}, TypeError, r"causal must be a bool, got 'no'"),
     ((Q, K, K), {"causal": None}, TypeError, r"causal must be a bool, got None"),
     ((Q, K, K), {"deterministic": 2}, TypeError, r"deterministic must be a bool, got 2"),
@@ -73,6 +79,14 @@ DENSE: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
 def test_dense(args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         flash_attn.flash_attn_func(*args, **options)
+
+
+def test_softcap_of_doubles_may_be_beyond_floats() -> None:
+    q, k = Q.double(), K.double()
+    wanted = flash_attn.flash_attn_func(q, k, k)
+    torch.testing.assert_close(flash_attn.flash_attn_func(q, k, k, softcap=1e300), wanted)
+    with pytest.raises(ValueError, match=r"softcap must be in .* \(torch.float64\), got 1e-320"):
+        flash_attn.flash_attn_func(q, k, k, softcap=1e-320)
 
 
 R, C = rand(6, 2, 8), cu(0, 2, 6)

@@ -301,6 +301,7 @@ WRONG = [
     ),
     ({"num_splits": -1}, ValueError, "num_splits must be >= 0, got -1"),
     ({"num_splits": 129}, ValueError, r"num_splits must be at most 128 \(0: chosen\), got 129"),
+    ({"cache_seqlens": 2**70}, ValueError, "cache_seqlens must be an int of 64 bits, got 118"),
     ({"cache_seqlens": 5.0}, TypeError, "cache_seqlens must be an int32 tensor, got float"),
     (
         {"k_cache": torch.zeros(0, 8, HK, D), "v_cache": torch.zeros(0, 8, HK, D), "block_table": ints(3, 1)},

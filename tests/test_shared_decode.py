@@ -141,6 +141,8 @@ def test_prompts_that_lie_between_each_other(names: tuple[str, ...], rows: int) 
         ),
         (dict(prompt_seqlens=np.array(7.0)), TypeError, "prompt_seqlens must be an int32 .* ndarray"),
         (dict(cache_seqlens=np.array(7.0)), TypeError, "cache_seqlens must be an int32 .* ndarray"),
+        (dict(prompt_seqlens=2**70), ValueError, "prompt_seqlens must be an int of 64 bits, got 118"),
+        (dict(cache_seqlens=2**70), ValueError, "cache_seqlens must be an int of 64 bits, got 118"),
         (dict(prompt_seqlens="ten"), TypeError, "prompt_seqlens must be an int32 tensor, got str"),
         (
             dict(prompt_seqlens=torch.zeros(G, dtype=torch.int32, device="meta")), ValueError,

@@ -155,6 +155,7 @@ MESSAGES = {
     "auto heads": "ValueError: num_heads must be a multiple of the group's 2 ranks where .* got 3",
     "few rows": "ValueError: q must have at least the layout's 6 rows, got 1",
     "many rows": "ValueError: q must have this rank's 6 rows, got 12",
+    "second derivative": "NotImplementedError: flash_attn: double backward .* is not supported",
     "plain layout": "TypeError: layout must be a ShardedLayout, got SharedPromptLayout",
     "local_rows": r"ValueError: values must have the 11 rows of the pack, got \[3\]",
     "gather_rows": r"ValueError: values must have this rank's 6 rows, got \[1\]",

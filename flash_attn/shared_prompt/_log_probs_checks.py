@@ -4,11 +4,11 @@ free.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
+from flash_attn import checks
 from flash_attn.checks import values_are_read
 
 
@@ -84,21 +84,27 @@ def check_options(
     softcap: float | None,
     ignore_index: int,
     tile_elements: int,
+    dtype: torch.dtype,
 ) -> None:
+    """Options, with hidden states of `dtype`."""
     if vocab_size < 1:
         raise ValueError("the vocabulary must have at least one token, got 0 logits per row")
     if isinstance(temperature, torch.Tensor):
-        _check_temperatures(labels, temperature)
+        _check_temperatures(labels, temperature, dtype)
     elif not _is_number(temperature):
         raise TypeError(
             f"temperature must be a number or a tensor, got {type(temperature).__name__} {temperature!r}"
         )
     elif not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
+    else:
+        checks.normal("temperature", temperature, dtype)
     if softcap is not None and not _is_number(softcap):
         raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__} {softcap!r}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap must be > 0 and finite, or None, got {softcap}")
+    if softcap is not None:
+        if not 0 < softcap < float("inf"):
+            raise ValueError(f"softcap must be > 0 and finite, or None, got {softcap}")
+        checks.normal("softcap", softcap, dtype)
     for name, value in (("ignore_index", ignore_index), ("tile_elements", tile_elements)):
         if not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
@@ -106,7 +112,7 @@ def check_options(
         raise ValueError(f"tile_elements must be at least 1, got {tile_elements}")
 
 
-def _check_temperatures(labels: torch.Tensor, temperature: torch.Tensor) -> None:
+def _check_temperatures(labels: torch.Tensor, temperature: torch.Tensor, dtype: torch.dtype) -> None:
     shapes = (labels.shape, (labels.numel(),))
     if temperature.shape not in shapes or temperature.device != labels.device:
         raise ValueError(
@@ -117,8 +123,11 @@ def _check_temperatures(labels: torch.Tensor, temperature: torch.Tensor) -> None
         raise NotImplementedError(
             "temperature has no gradient here: it must not require one, pass temperature.detach()"
         )
-    if values_are_read(temperature) and not (temperature > 0).all():
-        raise ValueError(f"temperature must be > 0, got {temperature[~(temperature > 0)][0].item()}")
+    if values_are_read(temperature) and temperature.numel():
+        if not (temperature > 0).all():
+            raise ValueError(f"temperature must be > 0, got {temperature[~(temperature > 0)][0].item()}")
+        for extreme in temperature.aminmax():
+            checks.normal("temperature", extreme.item(), dtype)
 
 
 def check_values(

@@ -63,9 +63,10 @@ def log_probs(
     repeat; gradients of repeated hidden rows add up in fp32).
 
     `temperature` > 0, a number or one per label, flat or in the labels' shape (constants: no gradient);
-    `softcap` is the model's final logit softcap (finite; applied before the temperature). Nothing is changed
-    in place. bf16 and fp16 logits are cast to fp32 before anything else happens. Labels equal to
-    `ignore_index` give exactly 0 and no gradient. Logits of -inf have probability 0.
+    `softcap` is the model's final logit softcap (applied before the temperature); both are normal numbers of
+    fp32 (fp64 for fp64 inputs). Nothing is changed in place. bf16 and fp16 logits are cast to fp32 before
+    anything else happens. Labels equal to `ignore_index` give exactly 0 and no gradient. Logits of -inf have
+    probability 0.
 
     Label values are checked on the CPU; on a GPU (no host sync, unless FLASH_ATTN_CHECK=1) a wrong label
     gives NaN. Gradients of both results flow to `hidden`, `weight` and `bias`, whichever require them.
@@ -79,11 +80,12 @@ def log_probs(
         check_pack_rows(hidden, packed.layout.num_rows)
     rows = check_tensors(hidden, labels, weight, bias, pred_index)
     vocab_size = rows.shape[1] if weight is None else weight.shape[0]
-    check_options(labels, vocab_size, temperature, softcap, ignore_index, tile_elements)
+    check_options(labels, vocab_size, temperature, softcap, ignore_index, tile_elements, rows.dtype)
     check_values(labels, pred_index, vocab_size, rows.shape[0], ignore_index)
     if torch.is_autocast_enabled(rows.device.type) and weight is not None and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    softcap = None if softcap is None else float(softcap)
     options = _Options(softcap, ignore_index, compute_entropy, tile_elements, unique)
     flat = labels.reshape(-1)
     scale = temperature.reshape(-1) if isinstance(temperature, torch.Tensor) else float(temperature)

@@ -181,8 +181,9 @@ def log_probs(
     own = batch.label_index[begin:end]
     # Of all labels, on every rank: what only one rank refused would leave the others waiting.
     vocab_size = rows.shape[-1] if weight is None else weight.shape[0]
-    check_options(batch.packed.labels, vocab_size, temperature, softcap, IGNORE_INDEX, tile_elements)
-    check_values(batch.packed.labels, None, vocab_size, rows.shape[0], IGNORE_INDEX)
+    labels = batch.packed.labels
+    check_options(labels, vocab_size, temperature, softcap, IGNORE_INDEX, tile_elements, rows.dtype)
+    check_values(labels, None, vocab_size, rows.shape[0], IGNORE_INDEX)
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.reshape(-1).index_select(0, own)
     received = take_rows(rows, batch._exchange, group, expand=False)
