@@ -11,7 +11,8 @@ TRL_VENV := $(VENV)-trl
 VERL_VENV := $(VENV)-verl
 OPENRLHF_VENV := $(VENV)-openrlhf
 PIP   := bin/python -m pip install --quiet --disable-pip-version-check
-GPU   = $(shell nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr 'A-Z ' 'a-z_')
+GPU   = $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1 | tr 'A-Z ' 'a-z_')
+NEEDS_GPU = @nvidia-smi > /dev/null 2>&1 || { echo "make $@ needs an NVIDIA GPU"; exit 1; }
 LOCAL_TESTS := not gpu and not multi_gpu and not slow
 
 .DEFAULT_GOAL := help
@@ -36,7 +37,7 @@ test-openrlhf: $(OPENRLHF_VENV)/openrlhf.stamp  ## the tests of the OpenRLHF lau
 	$(OPENRLHF_VENV)/bin/python -m pytest tests/openrlhf -m "$(LOCAL_TESTS)" $(ARGS)
 
 test-gpu:  ## the GPU tests, both code paths and the composed backend, in the Python that runs; writes benchmarks/results/<gpu>/tests*.json
-	@nvidia-smi > /dev/null || { echo "make test-gpu needs an NVIDIA GPU"; exit 1; }
+	$(NEEDS_GPU)
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) tests/gpu/run_isolated.py --out benchmarks/results/$(GPU)/tests.json $(ARGS)
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(wildcard tests/test_*.py) --ignore-glob "tests/gpu/test_*" -m "gpu or multi_gpu" --gpu-report benchmarks/results/$(GPU)/tests_composed.json
@@ -58,9 +59,11 @@ kernels: $(VENV)/dev.stamp  ## compile one kernel per arch and pass, read the co
 	$(BIN)/python tests/check_library.py build/check/_C.so
 
 bench:  ## time the kernels against their peers, in the Python that runs (about 8 minutes); writes benchmarks/results/<gpu>/kernels.json
+	$(NEEDS_GPU)
 	$(PYTHON) benchmarks/run.py --cases quick,main,small,long,plain,ragged,head_dims --repeats 7 --out benchmarks/results/$(GPU)/kernels.json $(ARGS)
 
 bench-full:  ## everything else about attention and a layer, case by case; what is measured already is left out
+	$(NEEDS_GPU)
 	$(PYTHON) benchmarks/run.py --cases paper,groups --resume --out benchmarks/results/$(GPU)/kernels_full.json $(ARGS)
 	$(PYTHON) benchmarks/run.py --cases paper_head_dims --resume --out benchmarks/results/$(GPU)/kernels_head_dims.json $(ARGS)
 	$(PYTHON) benchmarks/run.py --cases gemma4 --resume --out benchmarks/results/$(GPU)/gemma4_layers.json $(ARGS)

@@ -282,6 +282,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Under torchrun this process is one rank; with --num-ranks it starts them."""
     options = parse(arguments)
     if options.num_ranks is None:
+        if "LOCAL_RANK" not in os.environ:
+            raise SystemExit("start it with torchrun, or with --cpu --num-ranks 2")
         start(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), options, None)
         return
     address = "tcp://127.0.0.1:29517"

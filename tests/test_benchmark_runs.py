@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import decoder_layer
 import records
 import run
+import sequence_parallel
 import timing
 from cases import Case, uniform_lens
 
@@ -41,6 +44,30 @@ def test_a_provider_is_checked_once_for_all_processes(tmp_path, monkeypatch):
     assert run.checked("wrong", Case(2, 8, 8), "library b", tmp_path / "checks") == "dk is wrong"
     assert run.checked("right", Case(2, 8, 8, head_dim=64), "library a", tmp_path / "checks") is None
     assert len(calls) == 4
+
+
+def test_sequence_parallel_says_how_it_is_started(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="start it with torchrun, or with --cpu --num-ranks 2"):
+        sequence_parallel.main([])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("target", ["test-gpu", "bench", "bench-full"])
+def test_targets_for_a_gpu_say_so(target, tmp_path):
+    """With an nvidia-smi that finds none, or without one."""
+    programs = {name: shutil.which(name) for name in ("sh", "head", "tr")}
+    for name, path in programs.items():
+        (tmp_path / name).symlink_to(path)
+    for _ in range(2):
+        found = subprocess.run(
+            [shutil.which("make"), target, "PYTHON=false"],
+            cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert found.stdout == f"make {target} needs an NVIDIA GPU\n"
+        assert found.returncode == 2 and len(found.stderr.splitlines()) == 1, found.stderr
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
 
 
 def commands() -> list[str]:

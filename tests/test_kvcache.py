@@ -327,11 +327,7 @@ WRONG = [
     ({"block_table": ints(3, 1).to("meta")}, ValueError, "block_table must be on q's device cpu, got meta"),
     ({"q": None}, TypeError, "q must be a tensor, got NoneType"),
     ({"cache_seqlens": -1}, ValueError, r"within the cache's 24 rows, got \[1, 1, 1\]"),
-    (
-        {"cache_batch_idx": ints(3) + 3},
-        ValueError,
-        r"cache_batch_idx must be .* 3 sequences, got \[3, 3, 3\]",
-    ),
+    ({"cache_batch_idx": ints(3) + 3}, ValueError, r"cache_batch_idx must be .* 3 seq.*, got \[3, 3, 3\]"),
     ({"cache_batch_idx": ints(3) - 1}, ValueError, r"cache_batch_idx must be .* got \[-1, -1, -1\]"),
     (
         {"block_table": ints(3, 1) + 3},

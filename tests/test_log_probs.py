@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from fractions import Fraction
 
 import pytest
 import torch
@@ -359,27 +358,11 @@ def test_compiles_without_graph_breaks():
         torch.testing.assert_close(a, b)
 
 
-def test_a_second_derivative_is_refused():
-    hidden, weight, bias = inputs(num_rows=3)
-    values, entropy = log_probs(hidden, Y, weight, bias)
-    for result in (values, entropy):
-        with pytest.raises(NotImplementedError, match=r"log_probs: double backward .* is not supported"):
-            torch.autograd.grad(result.sum(), hidden, create_graph=True, retain_graph=True)
-
-
 def test_wrong_labels_that_cannot_be_read_give_nan(monkeypatch):
     monkeypatch.setattr(CHECKS, "values_are_read", lambda tensor: False)  # as on a GPU
     hidden, weight, bias = inputs(num_rows=3)
     values = log_probs(hidden, torch.tensor([1, VOCAB, -1]), weight, bias).log_probs
     assert values.isnan().tolist() == [False, True, True]
-
-
-def test_options_of_doubles_may_be_beyond_floats():
-    logits, labels = 1e-60 * torch.randn(3, VOCAB, dtype=torch.float64), torch.tensor([1, 2, 3])
-    want = (logits / 1e-60).log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    for temperature in (1e-60, torch.full((3,), 1e-60, dtype=torch.float64)):
-        found = log_probs(logits, labels, temperature=temperature, softcap=10**100).log_probs
-        torch.testing.assert_close(found, want)
 
 
 H, W, Y = torch.zeros(3, SIZE), torch.zeros(VOCAB, SIZE), torch.zeros(3, dtype=torch.int64)
@@ -415,27 +398,7 @@ H, W, Y = torch.zeros(3, SIZE), torch.zeros(VOCAB, SIZE), torch.zeros(3, dtype=t
             NotImplementedError,
             "temperature has no gradient here",
         ),
-        (
-            dict(temperature=1e-40),
-            ValueError,
-            "temperature must be in [1.18e-38, 3.4e+38] (torch.float32), got 1e-40",
-        ),
-        (dict(temperature=float("inf")), ValueError, "(torch.float32), got inf"),
-        (dict(temperature=10**400), ValueError, "(torch.float32), got 1000"),
-        (dict(temperature=Fraction(10**400)), ValueError, "temperature must be finite, got 1000"),
-        (
-            dict(temperature=torch.tensor([1, 1e-60, 1], dtype=torch.float64)),
-            ValueError,
-            "temperature must be in [1.18e-38, 3.4e+38] (torch.float32), got 1e-60",
-        ),
-        (dict(temperature=torch.tensor([1, torch.inf, 1])), ValueError, "(torch.float32), got inf"),
         (dict(softcap=0.0), ValueError, "softcap must be > 0 and finite, or None, got 0.0"),
-        (
-            dict(softcap=1e300),
-            ValueError,
-            "softcap must be in [1.18e-38, 3.4e+38] (torch.float32), got 1e+300",
-        ),
-        (dict(softcap=10**400), ValueError, "(torch.float32), got 1000"),
         (dict(tile_elements=0), ValueError, "tile_elements must be at least 1, got 0"),
     ],
 )

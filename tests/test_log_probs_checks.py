@@ -1,6 +1,7 @@
 """log_probs refuses wrong kinds, shapes and options with a message, and keeps to the twin at the borders."""
 
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -29,6 +30,26 @@ H, W, Y = torch.zeros(3, SIZE), torch.zeros(VOCAB, SIZE), torch.zeros(3, dtype=t
         (dict(softcap=float("inf")), ValueError, "softcap must be > 0 and finite, or None, got inf"),
         (dict(softcap=float("nan")), ValueError, "softcap must be > 0 and finite, or None, got nan"),
         (
+            dict(temperature=1e-40),
+            ValueError,
+            "temperature must be in [1.18e-38, 3.4e+38] (torch.float32), got 1e-40",
+        ),
+        (dict(temperature=float("inf")), ValueError, "(torch.float32), got inf"),
+        (dict(temperature=10**400), ValueError, "(torch.float32), got 1000"),
+        (dict(temperature=Fraction(10**400)), ValueError, "temperature must be finite, got 1000"),
+        (
+            dict(temperature=torch.tensor([1, 1e-60, 1], dtype=torch.float64)),
+            ValueError,
+            "temperature must be in [1.18e-38, 3.4e+38] (torch.float32), got 1e-60",
+        ),
+        (dict(temperature=torch.tensor([1, torch.inf, 1])), ValueError, "(torch.float32), got inf"),
+        (
+            dict(softcap=1e300),
+            ValueError,
+            "softcap must be in [1.18e-38, 3.4e+38] (torch.float32), got 1e+300",
+        ),
+        (dict(softcap=10**400), ValueError, "(torch.float32), got 1000"),
+        (
             dict(hidden=H[:, :0], weight=None),
             ValueError,
             "the vocabulary must have at least one token, got 0",
@@ -39,6 +60,22 @@ H, W, Y = torch.zeros(3, SIZE), torch.zeros(VOCAB, SIZE), torch.zeros(3, dtype=t
 def test_bad_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         log_probs(**(dict(hidden=H, labels=Y, weight=W) | arguments))
+
+
+def test_a_second_derivative_is_refused():
+    hidden = torch.randn(3, SIZE, requires_grad=True)
+    values, entropy = log_probs(hidden, Y, W)
+    for result in (values, entropy):
+        with pytest.raises(NotImplementedError, match=r"log_probs: double backward .* is not supported"):
+            torch.autograd.grad(result.sum(), hidden, create_graph=True, retain_graph=True)
+
+
+def test_options_of_doubles_may_be_beyond_floats():
+    logits, labels = 1e-60 * torch.randn(3, VOCAB, dtype=torch.float64), torch.tensor([1, 2, 3])
+    want = (logits / 1e-60).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    for temperature in (1e-60, torch.full((3,), 1e-60, dtype=torch.float64)):
+        found = log_probs(logits, labels, temperature=temperature, softcap=10**100).log_probs
+        torch.testing.assert_close(found, want)
 
 
 def test_one_temperature_per_label_in_their_shape_or_flat():
