@@ -115,23 +115,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     int index, head_k;
     schedule.decode(index, head_k);
     head_k += p.head_k_begin;
-    int4 const item_low = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index));
-    int4 const item_high = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index) + 1);
-    KeyItem const item{item_low.x, item_low.y, item_low.z, item_low.w, item_high.x, item_high.y, item_high.z, 0};
+    KeyItem const item = load_key_item(f.plan.key_items, index);
     if (item.num_keys <= 0) return;
 
     int const group = schedule.group.value;
     RowBlocks<T> const blocks{shared, f.plan.block_span, group};
     BackwardLoader<T> const load{p, blocks, shared};
-    load.keys(item, head_k, count_seen_keys<T::kThreads>(f.plan, item, shared + T::kStats));
-    if (threadIdx.x < 32) {
-        if (threadIdx.x == 0) blocks.start(item, head_k);
-        __syncwarp();
-        blocks.refill(0);
-    }
-    __syncthreads();
-    load.query(0, 0, true);
-    copy_async_commit();
+    load.begin(item, head_k);
     load.query(1, 1, true);
     copy_async_commit();
     copy_async_wait<1>();

@@ -26,6 +26,13 @@ __device__ __forceinline__ float load_shared(uint32_t address) {
     return x;
 }
 
+// An item of the key list: two loads of 16 bytes.
+__device__ __forceinline__ KeyItem load_key_item(KeyItem const* items, int index) {
+    int4 const low = __ldg(reinterpret_cast<int4 const*>(items + index));
+    int4 const high = __ldg(reinterpret_cast<int4 const*>(items + index) + 1);
+    return {low.x, low.y, low.z, low.w, high.x, high.y, high.z, 0};
+}
+
 // The item and the walk over its (query head, row block) pairs, in shared memory: registers are the backward's limit, so
 // these uniform values are read again where they are used. Warp 0 looks at the spans of 32 blocks at once and appends
 // those that see the tile to a ring; everyone reads entry `i` of it.
@@ -167,6 +174,18 @@ struct BackwardLoader {
         if (i >= 2 * T::kBlockM) return;
         float const* source = (i < T::kBlockM ? p.lse_log2 : p.dout_dot_out) + head * p.rows_padded + row;
         copy_async_4(shared + T::kStats + stage * T::kStatBytes + i * 4, source, row >= blocks.row_begin() && row < blocks.row_end());
+    }
+    // Keys, the walk's first entries and the first rows: in front of every item's loop.
+    __device__ void begin(KeyItem const& item, int head_k) const {
+        keys(item, head_k, count_seen_keys<T::kThreads>(p.fwd.plan, item, shared + T::kStats));
+        if (threadIdx.x < 32) {
+            if (threadIdx.x == 0) blocks.start(item, head_k);
+            __syncwarp();
+            blocks.refill(0);
+        }
+        __syncthreads();
+        query(0, 0, true);
+        copy_async_commit();
     }
 };
 

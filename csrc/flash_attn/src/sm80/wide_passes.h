@@ -82,10 +82,10 @@ struct KeyStationary {
         int index, head_k;
         decode_block(f.plan.num_key_items * num_parts, p.head_k_end - p.head_k_begin, section_heads, index, head_k);
         head_k += p.head_k_begin;
-        int4 const low = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index / num_parts));
-        int4 const high = __ldg(reinterpret_cast<int4 const*>(f.plan.key_items + index / num_parts) + 1);
+        KeyItem item = load_key_item(f.plan.key_items, index / num_parts);
         int const skipped = index % num_parts * T::kBlockN;
-        KeyItem const item{low.x, low.y + skipped, min(low.z - skipped, T::kBlockN), low.w, high.x, high.y, high.z, 0};
+        item.key_begin += skipped;
+        item.num_keys = min(item.num_keys - skipped, T::kBlockN);
         if (item.num_keys <= 0) return false;
         int const num_seen = count_seen_keys<T::kThreads>(f.plan, item, shared + T::kStats);
         bool const context = item.region != 0;
