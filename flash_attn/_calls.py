@@ -45,7 +45,7 @@ def scale_of(softmax_scale: float | None, q: Tensor) -> float:
     """`softmax_scale`, checked; by default q's head_dim**-0.5."""
     if softmax_scale is None:
         return q.shape[-1] ** -0.5
-    return checks.softmax_scale(softmax_scale, q.device.type)
+    return checks.softmax_scale(softmax_scale, q.device.type, q.dtype)
 
 
 def unit_stride_rows(x: Tensor, head_dim: int) -> Tensor:

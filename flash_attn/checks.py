@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,11 +200,14 @@ def normal(name: str, x: Any, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} must be in [{limits.tiny:.3g}, {limits.max:.3g}] ({wide}), got {x}")
 
 
-def softmax_scale(x: Any, device_type: str) -> float:
-    """A finite number; CUDA kernels take the maximum before they scale, so that theirs is positive."""
-    scale, largest = _number("softmax_scale", x), sys.float_info.max
+def softmax_scale(x: Any, device_type: str, dtype: torch.dtype) -> float:
+    """A number that the arithmetic of inputs of `dtype` takes for finite; CUDA kernels take the maximum
+    before they scale, so that theirs is positive.
+    """
+    scale, wide = _number("softmax_scale", x), arithmetic(dtype)
+    largest = torch.finfo(wide).max
     if not -largest <= scale <= largest:  # may be symbolic: no math.isfinite
-        raise ValueError(f"softmax_scale must be finite, got {scale}")
+        raise ValueError(f"softmax_scale must be finite ({wide}), got {scale}")
     scale = float(scale)
     if scale <= 0.0 and device_type == "cuda":
         raise NotImplementedError(f"softmax_scale must be > 0 on CUDA devices, got {scale}")
