@@ -261,6 +261,10 @@ def test_empty_and_one_token_rows(boundary):
         torch.zeros(0, 5), empty
     ).shape == (0,)
     assert pack([], []).layout.num_groups == 0
+    positions = torch.zeros(0, 5, dtype=torch.int64)
+    for given, kinds in ((positions, (1, 0)), (positions.expand(3, 0, 5), (3, 1, 0))):
+        none = torch.zeros(0, 3, dtype=torch.int64)
+        assert pack(none, none[:, :2], position_ids=given, boundary=boundary).position_ids.shape == kinds
 
 
 def test_pad_and_eos_ids_inside_a_response_are_tokens():

@@ -150,7 +150,8 @@ def _positions(
             raise ValueError(
                 f"position_ids must be {shape} or (K, {shape[0]}, {shape[1]}), got {list(positions.shape)}"
             )
-        found = positions.reshape(-1, *shape).permute(1, 2, 0).long()[kept]
+        kinds = positions if positions.dim() == 3 else positions[None]
+        found = kinds.permute(1, 2, 0).long()[kept]
     else:
         flat, there = pad_rows("position_ids", position_ids)
         if there.sum(1).tolist() != exists.sum(1).tolist():
