@@ -338,11 +338,12 @@ def varlen(
         (names[1], cu_seqlens_k, rows_k, names[3], max_seqlen_k),
         q.device,
     )
-    placed = None
+    placed, given = None, (q, k, v)
     if any(x is not None for x in (block_table, leftpad_k, seqused_k)):
         k, v, placed = _places.find(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table, leftpad_k, seqused_k
         )
+        q = q.detach()
         checks.qkv(q, k, v, 3)
     extras = extras_of(q, cu_seqlens_q.shape[0] - 1, dropout_p, alibi_slopes, softcap, rng_state)
     segments = varlen_segments(cu_seqlens_q, cu_seqlens_k) if placed is None else placed
@@ -350,6 +351,8 @@ def varlen(
         q, k, v, None, None, segments, None, [], max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, window_size, softcap, None, deterministic, extras,
     )  # fmt: skip
+    if placed is not None:
+        out, lse = _places.forward_only(out, lse, *given)
     if not return_attn_probs:
         return out
     return with_probabilities(

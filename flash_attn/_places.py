@@ -3,17 +3,34 @@ cu_seqlens_k says. Called by _calls.varlen.
 
 Sequence b's keys are rows [leftpad_k[b], seqused_k[b]) of its own: those of its gathered pages (block_table),
 or of k from cu_seqlens_k[b] on; none where leftpad_k[b] >= seqused_k[b]. Without leftpad_k from 0, without
-seqused_k all. Forward only, as there.
+seqused_k all. Forward only, as there: tensors that require gradients are taken, gradients are refused.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from flash_attn import checks
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise NotImplementedError("block_table, leftpad_k and seqused_k are forward only: no gradients")
+
+
+def forward_only(out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse as functions of `inputs` that refuse to be differentiated."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return cast(tuple[Tensor, Tensor], _ForwardOnly.apply(out, lse, *inputs))
+    return out, lse
 
 
 def _check(name: str, x: Any, shape: str, fits: bool, q: Tensor) -> None:
@@ -66,10 +83,11 @@ def find(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int,
     block_table: Tensor | None, leftpad_k: Tensor | None, seqused_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """k and v as rows (n, Hk, D), v's zero between the sequences, and their segments, (batch, 6) int32."""
+    """k and v as rows (n, Hk, D), v's zero between the sequences, and their segments, (batch, 6) int32.
+
+    Without gradients: `forward_only` ties the results to the tensors given."""
     batch = cu_seqlens_q.shape[0] - 1
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
-        raise NotImplementedError("block_table, leftpad_k and seqused_k are forward only: no gradients")
+    k, v = (x.detach() if isinstance(x, Tensor) else x for x in (k, v))
     for name, x in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
         if x is not None:
             _check(name, x, f"(batch,) = [{batch}]", getattr(x, "shape", None) == (batch,), q)

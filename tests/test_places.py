@@ -123,7 +123,6 @@ def test_nan_between_the_sequences_reaches_nothing() -> None:
             dict(block_table=TABLE, v=torch.zeros(6, 2, HK, D, dtype=torch.float64)), ValueError,
             r"v must have k's \[6, 4\] pages and rows, got \[6, 2\]",
         ),
-        (dict(block_table=TABLE, q=torch.zeros(6, H, D).requires_grad_()), NotImplementedError, "gradients"),
         (dict(block_table=TABLE, q=None), TypeError, "q must be a tensor, got NoneType"),
         (dict(block_table=TABLE, q=[1.0]), TypeError, "q must be a tensor, got list"),
         (
@@ -142,6 +141,23 @@ def test_wrong_pages(changes: dict[str, Any], kind: type[Exception], message: st
     arguments = dict(q=q, k=k, v=v, cu_seqlens_q=cu(Q_LENS), cu_seqlens_k=cu(K_LENS), max_seqlen_q=3)
     with pytest.raises(kind, match=message):
         flash_attn_varlen_func(**{**arguments, **changes, "max_seqlen_k": 9})
+
+
+@pytest.mark.parametrize("learns", ["q", "k", "v"])
+def test_forward_only(learns: str) -> None:
+    """As flash-attn does, tensors that require gradients are taken; their gradients are refused by name."""
+    tensors = dict(zip("qkv", paged(), strict=True))
+    numbers = (cu(Q_LENS), cu(K_LENS), 3, 9)
+    wanted = flash_attn_varlen_func(*tensors.values(), *numbers, block_table=TABLE)
+    tensors[learns].requires_grad_()
+    given = dict(block_table=TABLE, return_attn_probs=True)
+    out, lse, _ = flash_attn_varlen_func(*tensors.values(), *numbers, **given)  # type: ignore[arg-type]
+    torch.testing.assert_close(out, wanted)
+    for x in (out, lse):
+        with pytest.raises(NotImplementedError, match=r"block_table, .* are forward only: no gradients"):
+            x.sum().backward()
+    with torch.no_grad():
+        assert not flash_attn_varlen_func(*tensors.values(), *numbers, block_table=TABLE).requires_grad
 
 
 def test_pages_are_checked_where_used_keys_are() -> None:
