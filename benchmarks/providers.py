@@ -22,7 +22,7 @@ Forward = Callable[[], Tensor]
 Backward = Callable[[], tuple[Tensor, Tensor, Tensor]]
 Pair = tuple[Forward, Backward]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MAX_REPLICATED = 600_000  # rows of the replicated ways; above, a call takes seconds
+MAX_REPLICATED = 1_200_000  # rows of the replicated ways; above, a call takes minutes
 aten = torch.ops.aten
 
 

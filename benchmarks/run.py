@@ -34,6 +34,7 @@ from records import earlier, merged, write_rows  # noqa: E402
 from timing import Memory, as_graph, interleaved, memory  # noqa: E402
 
 TOLERANCE = 2e-2
+PASSES = ("fwd", "bwd")
 
 
 def commit(root: Path = ROOT) -> str:
@@ -159,33 +160,19 @@ def clean() -> None:
     torch.cuda.empty_cache()
 
 
+APART_GIB = 8.0  # a provider that holds more (replicated rows) is timed by itself, and let go
+
+
 def time_case(case: Case, names: Iterable[str], repeats: int, wrong: dict[str, str]) -> list[dict[str, Any]]:
     pairs: dict[str, Pair] = {}
     rows: list[dict[str, Any]] = []
     used: dict[tuple[str, str], Memory] = {}
 
     def failed(name: str, error: str) -> None:
-        rows.extend(dict(case=case.row(), provider=name, error=error) | {"pass": d} for d in ("fwd", "bwd"))
+        rows.extend(dict(case=case.row(), provider=name, error=error) | {"pass": d} for d in PASSES)
 
-    problem = Problem(case)
-    inputs = torch.cuda.memory_allocated()
-    for name in names:
-        if name in wrong:
-            failed(name, wrong[name])
-            continue
-        try:
-            clean()
-            others = (torch.cuda.memory_allocated() - inputs) / 2**30  # of the providers before
-            pair = PROVIDERS[name](problem)
-            clean()
-            used[name, "fwd"], used[name, "bwd"] = map(memory, pair)
-            for direction in ("fwd", "bwd"):
-                used[name, direction].peak_gib -= others
-            pairs[name] = pair
-        except Exception as error:
-            failed(name, short(error))
-    for graphs in (False, True) if case.small else (False,):
-        for index, direction in enumerate(("fwd", "bwd")):
+    def measure(pairs: dict[str, Pair], graphs: bool = False, **marks: Any) -> None:
+        for index, direction in enumerate(PASSES):
             calls = {}
             for name, pair in pairs.items():
                 try:
@@ -193,8 +180,9 @@ def time_case(case: Case, names: Iterable[str], repeats: int, wrong: dict[str, s
                 except Exception as error:
                     row = dict(case=case.row(), provider=name, graph=True, error=short(error))
                     rows.append(row | {"pass": direction})
-            for name, timing in interleaved(calls, repeats, warmup=1).items():
-                row = dict(case=case.row(), provider=name, graph=graphs, **asdict(timing))
+            warmup = 1 if case.small else 0  # `memory` ran every call
+            for name, timing in interleaved(calls, repeats, warmup).items():
+                row = dict(case=case.row(), provider=name, graph=graphs, **asdict(timing), **marks)
                 row |= {"pass": direction, "tflops": case.flops(direction) / timing.time_ms / 1e9}
                 row |= {key: round(value, 3) for key, value in asdict(used[name, direction]).items()}
                 plan = getattr(pairs[name][0], "plan", None)
@@ -202,6 +190,33 @@ def time_case(case: Case, names: Iterable[str], repeats: int, wrong: dict[str, s
                     row["plan_ms"] = interleaved({"plan": plan}, repeats)["plan"].time_ms
                 rows.append(row)
                 print_row(row)
+
+    problem = Problem(case)
+    inputs = torch.cuda.memory_allocated()
+    for name in names:
+        if name in wrong:
+            failed(name, wrong[name])
+            continue
+        pair = None
+        try:
+            gc.collect()
+            others = (torch.cuda.memory_allocated() - inputs) / 2**30  # of the providers before
+            pair = PROVIDERS[name](problem)
+            gc.collect()
+            held = (torch.cuda.memory_allocated() - inputs) / 2**30 - others
+            used[name, "fwd"], used[name, "bwd"] = map(memory, pair)
+            for direction in PASSES:
+                used[name, direction].peak_gib -= others
+            if held > APART_GIB:
+                measure({name: pair}, apart=True)
+            else:
+                pairs[name] = pair
+        except Exception as error:
+            failed(name, short(error))
+            clean()
+    pair = None
+    for graphs in (False, True) if case.small else (False,):
+        measure(pairs, graphs)
     return rows
 
 
@@ -330,6 +345,7 @@ def main() -> None:
                 if found[key] is not None:
                     wrong[name] = str(found[key])
             clean()
+            gc.freeze()  # modules and compiled code: collecting then takes no time
             added = {"added": True} if measured else {}  # beside rows of an earlier process
             rows += [row | added for row in time_case(case, left, args.repeats, wrong)]
         save()

@@ -22,6 +22,7 @@ class Timing:
 
 SLOW_MS = 400.0  # calls above are run in SLOW_ROUNDS rounds at most
 SLOW_ROUNDS = 3
+ONCE_MS = 2500.0  # and calls above in one
 
 
 def once(call: Call) -> float:
@@ -37,18 +38,20 @@ def interleaved(calls: dict[str, Call], repeats: int = 15, warmup: int = 2) -> d
     """Each round runs every call once, so that clocks and temperature are the same for all; in a new order,
     so that no call always follows the same one.
     """
-    rounds: dict[str, int] = {}
-    for name, call in calls.items():
-        slow = once(call) > SLOW_MS
-        rounds[name] = min(repeats, SLOW_ROUNDS) if slow else repeats
-        for _ in range(0 if slow else warmup - 1):
-            call()
+    for call in calls.values():
+        for _ in range(warmup):
+            if once(call) > SLOW_MS:
+                break
     torch.cuda.synchronize()
+    rounds = dict.fromkeys(calls, repeats)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(repeats):
         for name in random.Random(index).sample(list(calls), len(calls)):
             if index < rounds[name]:
-                times[name].append(once(calls[name]))
+                ms = once(calls[name])
+                times[name].append(ms)
+                if ms > SLOW_MS:
+                    rounds[name] = 1 if ms > ONCE_MS else min(repeats, SLOW_ROUNDS)
     return {name: summary(values) for name, values in times.items()}
 
 

@@ -90,12 +90,65 @@ def test_one_row_is_one_command(command, monkeypatch):
 
 
 def test_slow_calls_run_fewer_rounds(monkeypatch):
-    times = {"fast": 1.0, "slow": timing.SLOW_MS + 1}
+    times = {"fast": 1.0, "slow": timing.SLOW_MS + 1, "slowest": timing.ONCE_MS + 1}
+    calls = []
     monkeypatch.setattr(timing, "once", lambda call: call())
     monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
-    got = timing.interleaved({name: lambda ms=ms: ms for name, ms in times.items()}, repeats=7)
-    assert (got["fast"].rounds, got["slow"].rounds) == (7, timing.SLOW_ROUNDS)
-    assert (got["fast"].time_ms, got["slow"].time_ms) == (1.0, timing.SLOW_MS + 1)
+    got = timing.interleaved(
+        {name: lambda name=name: (calls.append(name), times[name])[1] for name in times}, repeats=7, warmup=2
+    )
+    assert {name: found.rounds for name, found in got.items()} == {
+        "fast": 7, "slow": timing.SLOW_ROUNDS, "slowest": 1,
+    }  # fmt: skip
+    assert {name: found.time_ms for name, found in got.items()} == times
+    assert {name: calls.count(name) for name in times} == {"fast": 9, "slow": 4, "slowest": 2}
+
+
+def test_a_way_that_holds_much_memory_is_timed_by_itself(monkeypatch):
+    """It is let go before the next one; a failure leaves the others; no memory is counted twice."""
+    held: list[float] = []
+
+    class Held:  # what a provider keeps on the GPU
+        def __init__(self, gib: float) -> None:
+            self.gib = gib
+            held.append(gib)
+
+        def __del__(self) -> None:
+            held.remove(self.gib)
+
+    def provider(gib: float):
+        def make(problem):
+            if not gib:
+                raise NotImplementedError("not here")
+            kept = Held(gib)
+            return (lambda: kept.gib), (lambda: kept.gib)
+
+        return make
+
+    timed: list[list[str]] = []
+    held_then: list[list[float]] = []
+
+    def interleaved(calls, repeats, warmup):
+        timed.append(list(calls))
+        held_then.append(sorted(held))
+        return {name: timing.Timing(2.0, 2.0, 2.0, repeats) for name in calls}
+
+    names = {"small": 1.0, "absent": 0.0, "large": run.APART_GIB + 1, "other": 2.0}
+    monkeypatch.setattr(run, "PROVIDERS", {name: provider(gib) for name, gib in names.items()})
+    monkeypatch.setattr(run, "Problem", lambda case: None)
+    monkeypatch.setattr(run, "interleaved", interleaved)
+    monkeypatch.setattr(run.torch.cuda, "memory_allocated", lambda: (10 + sum(held)) * 2**30)
+    monkeypatch.setattr(run, "memory", lambda call: timing.Memory(11.0 + sum(held), call()))
+    rows = run.time_case(Case(2, 8, 8), names, 3, {})
+    assert timed == [["large"], ["large"], ["small", "other"], ["small", "other"]]
+    assert held_then == [[1.0, 9.0], [1.0, 9.0], [1.0, 2.0], [1.0, 2.0]] and held == []
+    assert [(row["provider"], row["pass"], row.get("apart"), row.get("error")) for row in rows[:4]] == [
+        ("absent", "fwd", None, "NotImplementedError: not here"),
+        ("absent", "bwd", None, "NotImplementedError: not here"),
+        ("large", "fwd", True, None), ("large", "bwd", True, None),
+    ]  # fmt: skip
+    peaks = {row["provider"]: row["peak_gib"] for row in rows if row["pass"] == "bwd" and "peak_gib" in row}
+    assert peaks == {"small": 12.0, "large": 11.0 + run.APART_GIB + 1, "other": 13.0}
 
 
 def test_what_a_resumed_run_keeps(tmp_path):
