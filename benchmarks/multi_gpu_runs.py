@@ -1,7 +1,7 @@
 """The runs that need several GPUs of one host, one after the other; each adds its JSON as soon as it is done.
 
     python benchmarks/multi_gpu_runs.py --out benchmarks/results/nvidia_h200_x8 [--only gemma,layer,update]
-    python benchmarks/multi_gpu_runs.py --tiny --num-gpus 4 --out out/runs# the same in gloo processes
+    python benchmarks/multi_gpu_runs.py --tiny --num-gpus 4 --out out/runs   # the same in gloo processes
 
 gemma: a GRPO update of a Gemma-4-31B-shaped model at P = 16K, 32K, 64K, a pack on all GPUs (gemma.json).
 layer: one attention layer at P = 128K on 1, 2, 4, ... GPUs (layer.json, as of sequence_parallel.py).
