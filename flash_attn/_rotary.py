@@ -7,8 +7,12 @@ computed in fp32 (fp64 for fp64 rows). Shared by layers/rotary.py and ops/triton
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from flash_attn import checks
 
 
 def check(
@@ -37,19 +41,35 @@ def check(
         raise ValueError(
             f"cos must have at most head_dim / 2 = {x.shape[-1] // 2} columns, got {cos.shape[1]}"
         )
-    if cu_seqlens is not None and max_seqlen is None:
-        raise ValueError("max_seqlen must be given with cu_seqlens, got None")
-    seqlen = x.shape[1] if cu_seqlens is None else int(max_seqlen or 0)
-    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    seqlen, batch = (x.shape[1], x.shape[0]) if cu_seqlens is None else _packed(x, cu_seqlens, max_seqlen)
     if isinstance(seqlen_offsets, Tensor):
         if seqlen_offsets.shape != (batch,):
             raise ValueError(
                 f"seqlen_offsets must be an int or (batch,) = [{batch}], got {list(seqlen_offsets.shape)}"
             )
-    elif seqlen_offsets < 0 or seqlen_offsets + seqlen > cos.shape[0]:
+        if seqlen_offsets.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"seqlen_offsets must be int32 or int64, got {seqlen_offsets.dtype}")
+        return
+    seqlen_offsets = checks._integer("seqlen_offsets", seqlen_offsets)
+    if seqlen_offsets < 0 or seqlen_offsets + seqlen > cos.shape[0]:
         raise ValueError(
             f"cos must have rows for {seqlen_offsets} + {seqlen} positions, got {cos.shape[0]} rows"
         )
+
+
+def _packed(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[int, int]:
+    """Longest length and number of the sequences of x (total, num_heads, head_dim), checked."""
+    if max_seqlen is None:
+        raise ValueError("max_seqlen must be given with cu_seqlens, got None")
+    checks.dims("cu_seqlens", cu_seqlens, 1, "(batch + 1,)")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must be (batch + 1,) with batch >= 1, got {list(cu_seqlens.shape)}")
+    seqlen = checks.length("max_seqlen", max_seqlen)
+    if checks.values_are_read(cu_seqlens):
+        checks._check_values("cu_seqlens", cu_seqlens, x.shape[0], "max_seqlen", seqlen)
+    return seqlen, cu_seqlens.shape[0] - 1
 
 
 def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -172,6 +172,56 @@ def test_wrong_arguments(change: dict, message: str) -> None:
         apply_rotary_emb(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([0, 3, 2, 4], r"cu_seqlens must not decrease, got \[0, 3, 2, 4\]"),
+        ([1, 4], r"cu_seqlens must start at 0, got \[1, 4\]"),
+        ([0, 5], r"cu_seqlens must end at or before the 4 rows it describes, got \[0, 5\]"),
+        ([0, 4], r"max_seqlen must be at least the longest sequence \(4\), got 3"),
+        ([0], r"cu_seqlens must be \(batch \+ 1,\) with batch >= 1, got \[1\]"),
+    ],
+)
+def test_cu_seqlens_that_describe_no_rows_are_refused(cu_seqlens: list[int], message: str) -> None:
+    x, table = torch.zeros(4, 2, 8), torch.zeros(5, 4)
+    for dtype in (torch.int32, torch.int64):
+        with pytest.raises(ValueError, match=message):
+            apply_rotary_emb(x, table, table, cu_seqlens=torch.tensor(cu_seqlens, dtype=dtype), max_seqlen=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens": [0, 4]}, "cu_seqlens must be a tensor, got list"),
+        ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens must be int32 or int64, got torch.float32"),
+        ({"seqlen_offsets": torch.zeros(1)}, "seqlen_offsets must be int32 or int64, got torch.float32"),
+        ({"seqlen_offsets": 0.5}, "seqlen_offsets must be an int, got float"),
+        ({"max_seqlen": 4.0}, "max_seqlen must be an int, got float"),
+    ],
+)
+def test_wrong_kinds_of_packed_arguments(change: dict, message: str) -> None:
+    table = torch.zeros(5, 4)
+    arguments = {"cu_seqlens": torch.tensor([0, 4]), "max_seqlen": 4, **change}
+    with pytest.raises(TypeError, match=message):
+        apply_rotary_emb(torch.zeros(4, 2, 8), table, table, **arguments)
+
+
+def test_gradients_of_the_tables() -> None:
+    x, (cos, sin) = torch.randn(2, 5, 3, 8, dtype=torch.float64), tables(5, 8)
+    cos, sin = cos.double().requires_grad_(), sin.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda c, s: apply_rotary_emb(x, c, s), (cos, sin))
+    message = "gradients of cos and sin are not supported in place"
+    with pytest.raises(NotImplementedError, match=message):
+        apply_rotary_emb(x.clone(), cos, sin.detach(), inplace=True)
+    with pytest.raises(NotImplementedError, match=message):
+        apply_rotary_emb_kv_(torch.stack((x, x), 2), cos.detach(), sin)
+    with pytest.raises(NotImplementedError, match=message):
+        apply_rotary_emb_qkv_(torch.stack((x, x, x), 2), cos, sin)
+    with torch.no_grad():
+        turned = apply_rotary_emb(x.clone(), cos, sin, inplace=True)
+    torch.testing.assert_close(turned, apply_rotary_emb(x, cos, sin).detach())
+
+
 def test_wrong_packed_arguments() -> None:
     cos = torch.zeros(5, 4)
     with pytest.raises(ValueError, match=r"qkv must be .*got \[1, 3, 7, 8\], num_heads_q = 2"):

@@ -71,6 +71,15 @@ class _Turn(torch.autograd.Function):
         return (grad, None, None, *[None] * len(tables))
 
 
+def _in_place(x: Tensor, parts: Any, interleaved: bool, *tables: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
+        raise NotImplementedError(
+            "gradients of cos and sin are not supported in place: detach them, or call apply_rotary_emb "
+            "without inplace"
+        )
+    return _Turn.apply(x, parts, interleaved, *tables)
+
+
 def apply_rotary_emb(
     x: Tensor,
     cos: Tensor,
@@ -84,12 +93,13 @@ def apply_rotary_emb(
     """x (B, S, H, D), or (total, H, D) with cu_seqlens (B + 1,) and max_seqlen, turned; same shape and dtype.
 
     Row i of sequence b stands at position i + seqlen_offsets (an int, or (B,)). `inplace` writes into x,
-    which then must not be a leaf that requires a gradient.
+    which then must not be a leaf that requires a gradient, and has no gradients of cos and sin. Values of
+    cu_seqlens are checked where reading them is free (on the CPU, or with FLASH_ATTN_CHECK=1).
     """
     _rotary.check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     cos_rows, sin_rows = _rotary.rows(x, cos, sin, seqlen_offsets, cu_seqlens)
     if inplace:
-        return _Turn.apply(x, lambda y: (y,), interleaved, cos_rows, sin_rows)
+        return _in_place(x, lambda y: (y,), interleaved, cos_rows, sin_rows)
     return _rotary.turn(x, cos_rows, sin_rows, interleaved)
 
 
@@ -116,7 +126,7 @@ def apply_rotary_emb_qkv_(
     for part, c, s in ((q, cos, sin), (k, cos_k, sin_k)):
         _rotary.check(part, c, s, seqlen_offsets, None, None)
     tables = (*_rotary.rows(q, cos, sin, seqlen_offsets), *_rotary.rows(k, cos_k, sin_k, seqlen_offsets))
-    return _Turn.apply(qkv, lambda x: _split_heads(x, num_heads_q), interleaved, *tables)
+    return _in_place(qkv, lambda x: _split_heads(x, num_heads_q), interleaved, *tables)
 
 
 def apply_rotary_emb_kv_(
@@ -127,7 +137,7 @@ def apply_rotary_emb_kv_(
         raise ValueError(f"kv must be (batch, seqlen, 2, num_heads_k, head_dim), got {list(kv.shape)}")
     _rotary.check(kv[:, :, 0], cos, sin, seqlen_offsets, None, None)
     tables = _rotary.rows(kv[:, :, 0], cos, sin, seqlen_offsets)
-    return _Turn.apply(kv, lambda x: (x[:, :, 0],), interleaved, *tables)
+    return _in_place(kv, lambda x: (x[:, :, 0],), interleaved, *tables)
 
 
 class RotaryEmbedding(torch.nn.Module):
