@@ -172,6 +172,7 @@ def _check(logits: Tensor, labels: Tensor, lse: Tensor | None, ignore_index: int
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
     if labels.dtype not in _LABEL_DTYPES:
         raise TypeError(f"labels must be integers, got {labels.dtype}")
+    checks._integer("ignore_index", ignore_index)
     if lse is not None and lse.shape != labels.shape:
         raise ValueError(f"precomputed_lse must be (rows,), got {list(lse.shape)}")
     if checks.values_are_read(labels):
@@ -206,6 +207,6 @@ def cross_entropy(
     world = 1 if process_group is None else dist.get_world_size(process_group)
     _check(logits, labels, precomputed_lse, ignore_index, world)
     return _CrossEntropy.apply(
-        logits, labels.long(), precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index,
-        inplace_backward, process_group,
+        logits, labels.long(), precomputed_lse, label_smoothing, logit_scale, lse_square_scale,
+        int(ignore_index), inplace_backward, process_group,
     )  # fmt: skip

@@ -157,6 +157,25 @@ def test_extreme_logits_stay_finite() -> None:
     assert x.grad is not None and x.grad.isfinite().all()
 
 
+def test_labels_of_8_bits_are_counted_as_they_stand() -> None:
+    x, labels = torch.randn(4, 200), torch.tensor([156, 3, 156, 7])  # 156 is -100 in 8 bits
+    expected = torch.nn.functional.cross_entropy(x, labels)
+    torch.testing.assert_close(CrossEntropyLoss()(x, labels.to(torch.uint8)), expected)
+
+
+@pytest.mark.parametrize(
+    ("ignore_index", "error", "message"),
+    [
+        (2**70, ValueError, "ignore_index must be an int of 64 bits, got 1180591620"),
+        (1.5, TypeError, "ignore_index must be an int, got float"),
+        (None, TypeError, "ignore_index must be an int, got NoneType"),
+    ],
+)
+def test_ignore_index_is_an_int(ignore_index: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CrossEntropyLoss(ignore_index=ignore_index)(torch.zeros(2, 3), torch.tensor([0, 1]))
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launches of the Triton kernels, interpreted, four columns a block."""

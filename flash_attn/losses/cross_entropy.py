@@ -46,7 +46,7 @@ class CrossEntropyLoss(torch.nn.Module):
             self.ignore_index, self.inplace_backward, self.process_group,
         )  # fmt: skip
         if self.reduction == "mean":
-            count = (target != self.ignore_index).sum()
+            count = (target.long() != self.ignore_index).sum()  # -100 would be 156 in 8 bits
             losses, z_losses = losses.sum() / count, z_losses.sum() / count
         elif self.reduction == "sum":
             losses, z_losses = losses.sum(), z_losses.sum()

@@ -86,7 +86,7 @@ def log_probs(
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     softcap = None if softcap is None else float(softcap)
-    options = _Options(softcap, ignore_index, compute_entropy, tile_elements, unique)
+    options = _Options(softcap, int(ignore_index), compute_entropy, int(tile_elements), unique)
     flat = labels.reshape(-1)
     scale = temperature.reshape(-1) if isinstance(temperature, torch.Tensor) else float(temperature)
     with torch.autocast(rows.device.type, enabled=False):
