@@ -10,17 +10,16 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections import Counter
 from typing import Any
 
 import torch
 
+from flash_attn.integrations._sharing import INSTALLED, Account
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations.transformers import packed_forward, require_supported, wrap
 from flash_attn.shared_prompt import PackedBatch, pack, unpack_responses
 
 logger = logging.getLogger("flash_attn.integrations.openrlhf")
-INSTALLED = "_flash_attn_shared_prompt"  # attribute of functions put in place of OpenRLHF's
 ARGUMENTS = [
     "sequences", "action_mask", "attention_mask", "return_output", "allgather_logits", "return_logprobs",
     "ring_attn_group", "packed_seq_lens", "return_entropy", "mm_inputs",
@@ -29,31 +28,28 @@ ARGUMENTS = [
 ATTENTION = ("flash_attention_2", "sdpa")
 
 
-class Account:
-    """Counts of one actor; `take` gives what was added since the last call."""
+class ActorAccount(Account):
+    """Counts of one actor's forwards; `take` gives what was added since the last call."""
 
     def __init__(self) -> None:
-        self.num_packed_tokens = self.num_replicated_tokens = 0
-        self.fallbacks: Counter[str] = Counter()
+        super().__init__()
         self._taken = (0, 0, 0)
 
-    def count_fallback(self, reason: str) -> None:
-        """Counts one unshared forward; logs the first of each reason."""
-        self.fallbacks[reason] += 1
-        if self.fallbacks[reason] == 1:
-            logger.warning("OpenRLHF's own forward runs, without shared prompts: %s", reason)
-
     def take(self) -> dict[str, float]:
-        total = (self.num_packed_tokens, self.num_replicated_tokens, self.fallbacks.total())
+        """The metrics' values since the last call."""
+        total = (self.num_packed_tokens, self.num_replicated_tokens, self.num_fallbacks)
         added = [float(x - y) for x, y in zip(total, self._taken, strict=True)]
         self._taken = total
         return dict(zip(("packed_tokens", "replicated_tokens", "fallbacks"), added, strict=True))
 
+    def _tell(self, text: str) -> None:
+        logger.warning(text)
 
-def account(actor: Any) -> Account:
+
+def account(actor: Any) -> ActorAccount:
     """The actor's counts."""
     if not hasattr(actor, "sharing"):
-        actor.sharing = Account()
+        actor.sharing = ActorAccount()
     return actor.sharing
 
 
@@ -82,16 +78,12 @@ def install(actor_class: Any) -> None:
         return_entropy: bool = False,
         **mm_inputs: Any,
     ) -> Any:
-        reason = _refusal(self, action_mask, attention_mask, ring_attn_group, mm_inputs)
-        if reason is None and action_mask is not None and attention_mask is not None:
-            packed = pack_rows(sequences, attention_mask, action_mask)
-            if packed is not None:
-                found = _packed(self, packed, sequences.shape, return_entropy)
-                log_probs, output = found
-                log_probs = log_probs[:, -action_mask.shape[1] :] * action_mask.float()
-                return (log_probs, output) if return_output else log_probs
-            reason = "a row has no token before its first action"
-        account(self).count_fallback(reason or "no masks")
+        packed, reason = _pack(self, sequences, action_mask, attention_mask, ring_attn_group, mm_inputs)
+        if packed is not None and action_mask is not None:
+            log_probs, output = _packed_forward(self, packed, return_entropy)
+            log_probs = log_probs[:, -action_mask.shape[1] :] * action_mask.float()
+            return (log_probs, output) if return_output else log_probs
+        account(self).count_fallback(str(reason), "OpenRLHF's own forward")
         return original(
             self, sequences, action_mask, attention_mask, return_output, allgather_logits, return_logprobs,
             ring_attn_group, packed_seq_lens, return_entropy, **mm_inputs,
@@ -101,20 +93,27 @@ def install(actor_class: Any) -> None:
     actor_class.forward = forward
 
 
-def _refusal(
-    actor: Any, action_mask: Any, attention_mask: Any, ring_attn_group: Any, mm_inputs: dict[str, Any]
-) -> str | None:
+def _pack(
+    actor: Any,
+    sequences: torch.Tensor,
+    action_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    ring_attn_group: Any,
+    mm_inputs: dict[str, Any],
+) -> tuple[PackedBatch | None, str | None]:
+    """(the pack, None), or (None, why not)."""
     if action_mask is None or attention_mask is None:
-        return "log-probs of all tokens are asked for (no action_mask)"
+        return None, "log-probs of all tokens are asked for (no action_mask)"
     if ring_attn_group is not None:
-        return "ring attention"
+        return None, "ring attention"
     if mm_inputs or getattr(actor, "is_vlm", False):
-        return "a model with images"
+        return None, "a model with images"
     try:
         require_supported(actor.model, training=actor.training)
     except NotImplementedError as error:
-        return str(error)
-    return None
+        return None, str(error)
+    packed = pack_rows(sequences, attention_mask, action_mask)
+    return packed, "a row has no token before its first action" if packed is None else None
 
 
 def pack_rows(
@@ -133,15 +132,11 @@ def pack_rows(
     return pack(sequences, sequences, prompt_mask=prompt_mask, response_mask=kept & begun)
 
 
-def _packed(
-    actor: Any, packed: PackedBatch, shape: torch.Size, return_entropy: bool
-) -> tuple[torch.Tensor, Any]:
+def _packed_forward(actor: Any, packed: PackedBatch, return_entropy: bool) -> tuple[torch.Tensor, Any]:
     """Log-probs (B, L - 1) of the tokens behind each row's prompt, 0 elsewhere; and the model's output."""
     from openrlhf.models import utils
 
-    counts = account(actor)
-    counts.num_packed_tokens += packed.num_packed_tokens
-    counts.num_replicated_tokens += packed.num_replicated_tokens
+    account(actor).count_shared(packed.num_packed_tokens, packed.num_replicated_tokens)
     takes_rows = "logits_to_keep" in inspect.signature(unwrap(actor.model).forward).parameters
     options = {"logits_to_keep": packed.pred_index} if takes_rows else {}
     output = packed_forward(actor.model, packed, **options)

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from flash_attn.integrations._openrlhf_actor import INSTALLED, account
-
-METRIC = "shared_prompt"
+from flash_attn.integrations._openrlhf_actor import account
+from flash_attn.integrations._sharing import INSTALLED, METRIC
 
 
 class GroupSampler(torch.utils.data.Sampler[int]):

@@ -17,15 +17,11 @@ from typing import Any
 
 import torch
 
+from flash_attn.integrations._sharing import IMPLEMENTATION, METRIC
+from flash_attn.integrations._transformers_cost import flop_cost_model
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
-from flash_attn.integrations._trl_cost import flop_cost_model
-from flash_attn.integrations._trl_models import (
-    IMPLEMENTATION,
-    check_fused_forward,
-    trainer_refusal,
-    use_dualkv,
-)
+from flash_attn.integrations._trl_models import check_fused_forward, trainer_refusal, use_dualkv
 from flash_attn.integrations._trl_settings import SharedPromptSettings, SharingStats, settings_of
 from flash_attn.integrations.transformers import multiplicity_mask, receipt, register
 from flash_attn.shared_prompt import PackedBatch, pack, unpack_responses
@@ -62,10 +58,10 @@ class SharedPairsMixin:
             for model in models:
                 use_dualkv(model)
         for model in models:
-            _share_forward(unwrap(model), _Account(self, reason, cost_model))
+            _share_forward(unwrap(model), _Reporter(self, reason, cost_model))
 
 
-class _Account:
+class _Reporter:
     """What a forward reports to its trainer, without keeping the trainer alive."""
 
     def __init__(self, trainer: Any, reason: str | None, cost_model: CostModel | None) -> None:
@@ -79,17 +75,17 @@ class _Account:
         if trainer is None:
             return
         metrics = trainer._metrics["train" if trainer.model.training else "eval"]
-        metrics["shared_prompt/fallbacks"].append(float(packed is None))
+        metrics[f"{METRIC}/fallbacks"].append(float(packed is None))
         if packed is None:
             trainer.sharing.count_fallback(str(reason), type(trainer).__name__)
             return
-        tokens = (packed.num_packed_tokens, packed.num_replicated_tokens)
-        metrics["shared_prompt/packed_tokens"].append(float(tokens[0]))
-        metrics["shared_prompt/replicated_tokens"].append(float(tokens[1]))
-        trainer.sharing.count_pass(1, *tokens)
+        metrics[f"{METRIC}/packed_tokens"].append(float(packed.num_packed_tokens))
+        metrics[f"{METRIC}/replicated_tokens"].append(float(packed.num_replicated_tokens))
+        trainer.sharing.count_shared(packed.num_packed_tokens, packed.num_replicated_tokens)
+        trainer.sharing.num_forwards += 1
 
 
-def _share_forward(model: Any, account: _Account) -> None:
+def _share_forward(model: Any, reporter: _Reporter) -> None:
     """Replaces `model.forward`, which TRL's `add_fused_lm_head` has already replaced, by one that packs."""
     fused: Callable[..., Any] = model.forward
 
@@ -97,8 +93,8 @@ def _share_forward(model: Any, account: _Account) -> None:
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
         if not fused_lm_head or "dualkv_layout" in kwargs:
             return fused(*args, fused_lm_head=fused_lm_head, labels=labels, **kwargs)
-        packed, reason = _pack_rows(model, account, args, labels, kwargs)
-        account.report(packed, reason)
+        packed, reason = _pack_rows(model, reporter, args, labels, kwargs)
+        reporter.report(packed, reason)
         if packed is None:
             return fused(*args, fused_lm_head=True, labels=labels, **kwargs)
         return _packed(model, fused, packed, bool(kwargs.get("output_router_logits")))
@@ -107,11 +103,11 @@ def _share_forward(model: Any, account: _Account) -> None:
 
 
 def _pack_rows(
-    model: Any, account: _Account, args: tuple[Any, ...], labels: Any, kwargs: dict[str, Any]
+    model: Any, reporter: _Reporter, args: tuple[Any, ...], labels: Any, kwargs: dict[str, Any]
 ) -> tuple[PackedBatch | None, str | None]:
     """(the pack, None), or (None, why not). A row's prompt ends at its first label."""
-    if account.reason is not None:
-        return None, account.reason
+    if reporter.reason is not None:
+        return None, reporter.reason
     extra = sorted(name for name, value in kwargs.items() if name not in _KNOWN and value is not None)
     if args or extra or labels is None or kwargs.get("attention_mask") is None:
         return None, f"the model is called with {extra[0] if extra else 'other arguments than padded rows'}"
@@ -138,8 +134,8 @@ def _pack_rows(
     padded = [GroupLens(longest_prompt, (width - longest_prompt,) * num_rows)]
     if all(len(g.response_lens) == 1 for g in groups):
         return None, "no two rows of this batch begin alike"
-    assert account.cost_model is not None
-    if not account.cost_model.pays(groups, replicated=padded):
+    assert reporter.cost_model is not None
+    if not reporter.cost_model.pays(groups, replicated=padded):
         return None, "the cost model says that sharing does not pay for this batch"
     return packed, None
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import trl
 
+from flash_attn.integrations._sharing import IMPLEMENTATION
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_settings import SharedPromptSettings
 from flash_attn.integrations.transformers import require_supported
 
-IMPLEMENTATION = "dualkv"
 LOG_PROBS = "_get_per_token_logps_and_entropies"
 _ARGUMENTS = (
     "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
@@ -21,7 +21,7 @@ _ARGUMENTS = (
 
 
 def check_trainer(trainer_class: type, mixin: type) -> None:
-    """Raises ImportError unless the trainer behind `mixin` has the method that it overrides: in a TRL that
+    """Raises RuntimeError unless the trainer behind `mixin` has the method that it overrides: in a TRL that
     computes log-probs otherwise nothing would be shared, and nobody would notice. Overrides that pass their
     arguments on, as `(self, *args, **kwargs)`, say nothing about TRL: the method behind them counts."""
     order = trainer_class.__mro__
@@ -30,7 +30,7 @@ def check_trainer(trainer_class: type, mixin: type) -> None:
     arguments = next((tuple(m.parameters) for m in methods if not _passes_on(m)), ())
     if arguments[: len(_ARGUMENTS)] != _ARGUMENTS:
         found = f"{LOG_PROBS}({', '.join(arguments)})" if arguments else f"no {LOG_PROBS}"
-        raise ImportError(
+        raise RuntimeError(
             f"{trainer_class.__name__} needs a trainer like that of trl 1.16, with "
             f"{LOG_PROBS}({', '.join(_ARGUMENTS)}, ...); trl {trl.__version__} has {found}"
         )
@@ -49,13 +49,13 @@ def _passes_on(signature: inspect.Signature) -> bool:
 
 
 def check_fused_forward(forward: Any, trainer: str) -> None:
-    """Raises ImportError unless a model's forward is TRL's, which takes `fused_lm_head`, or wraps it."""
+    """Raises RuntimeError unless a model's forward is TRL's, which takes `fused_lm_head`, or wraps it."""
     wrapped = forward
     while wrapped is not None:  # accelerate's mixed precision stands around TRL's forward
         if "fused_lm_head" in inspect.signature(wrapped, follow_wrapped=False).parameters:
             return
         wrapped = getattr(wrapped, "__wrapped__", None)
-    raise ImportError(
+    raise RuntimeError(
         f"{trainer} needs models like those of trl 1.16, whose trainer gives their forward an argument "
         f"fused_lm_head; that of trl {trl.__version__} does not"
     )

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn.integrations._sharing import IMPLEMENTATION, METRIC
+from flash_attn.integrations._transformers_cost import flop_cost_model
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
 from flash_attn.integrations._trl_batch import SharedStep
-from flash_attn.integrations._trl_cost import calibrate_passes, flop_cost_model
+from flash_attn.integrations._trl_cost import calibrate_passes
 from flash_attn.integrations._trl_models import (
-    IMPLEMENTATION,
     check_settings,
     check_trainer,
     trainer_refusal,
@@ -102,14 +103,15 @@ class SharedPromptMixin(GroupShuffleMixin):
         reason = f"multimodal inputs ({images[0]})" if images else self._refusal
         step, num_forwards, reason = self._agree(call, reason)
         metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["shared_prompt/fallbacks"].append(float(step is None))
+        metrics[f"{METRIC}/fallbacks"].append(float(step is None))
         if step is None:
             self.sharing.count_fallback(reason or "another process cannot share", type(self).__name__)
             parent: Any = super()
             return parent._get_per_token_logps_and_entropies(*call[:4], **call.options, **multimodal)
-        metrics["shared_prompt/packed_tokens"].append(float(step.num_packed_tokens))
-        metrics["shared_prompt/replicated_tokens"].append(float(step.num_replicated_tokens))
-        self.sharing.count_pass(num_forwards, step.num_packed_tokens, step.num_replicated_tokens)
+        metrics[f"{METRIC}/packed_tokens"].append(float(step.num_packed_tokens))
+        metrics[f"{METRIC}/replicated_tokens"].append(float(step.num_replicated_tokens))
+        self.sharing.count_shared(step.num_packed_tokens, step.num_replicated_tokens)
+        self.sharing.num_forwards += num_forwards
         return self._shared_pass(call, step, num_forwards)
 
     def _agree(self, call: _Pass, reason: str | None) -> tuple[SharedStep | None, int, str | None]:
@@ -152,7 +154,7 @@ class SharedPromptMixin(GroupShuffleMixin):
             )
         if step.over_budget:
             longest = max(sum(lens[row]) for row in step.over_budget)
-            self.sharing.warn_once(
+            self.sharing.tell_once(
                 f"a row of {longest} tokens exceeds max_packed_tokens={budget}: "
                 "it runs alone, above the budget",
                 key="over budget",
@@ -224,7 +226,7 @@ class SharedPromptMixin(GroupShuffleMixin):
         )  # fmt: skip
         error = self._cost_model.fit_error or 0.0
         if error > 0.5:
-            self.sharing.warn_once(
+            self.sharing.tell_once(
                 f"the measured times do not fit a cost model (largest relative error {error:.1f}): "
                 "calibrate on a machine that is otherwise idle",
                 key="fit error",

@@ -1,12 +1,11 @@
-"""What a user may set about sharing in TRL's trainers, and the account of what was shared and what was
-not."""
+"""What a user may set about sharing in TRL's trainers, and the account of what was shared."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from flash_attn.integrations._sharing import Account
 from flash_attn.shared_prompt.cost_model import CostModel
 
 
@@ -42,37 +41,12 @@ def settings_of(shared_prompt: SharedPromptSettings | None) -> SharedPromptSetti
     return shared_prompt
 
 
-@dataclass
-class SharingStats:
-    """Counts over a trainer's life, on this process. `fallbacks`: log-prob passes that ran unshared, by
-    reason."""
+class SharingStats(Account):
+    """Counts of log-prob passes. `num_forwards`: of the passes that ran packed, each in one pack or more."""
 
-    num_shared_passes: int = 0
-    num_forwards: int = 0
-    num_packed_tokens: int = 0
-    num_replicated_tokens: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    _warned: set[str] = field(default_factory=set, repr=False)
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
 
-    @property
-    def num_fallbacks(self) -> int:
-        """Over all reasons."""
-        return sum(self.fallbacks.values())
-
-    def count_pass(self, num_forwards: int, num_packed_tokens: int, num_replicated_tokens: int) -> None:
-        """Counts one shared pass."""
-        self.num_shared_passes += 1
-        self.num_forwards += num_forwards
-        self.num_packed_tokens += num_packed_tokens
-        self.num_replicated_tokens += num_replicated_tokens
-
-    def warn_once(self, text: str, *, key: str | None = None) -> None:
-        """One SharedPromptWarning per text (or key)."""
-        if (key or text) not in self._warned:
-            self._warned.add(key or text)
-            warnings.warn(text, SharedPromptWarning, stacklevel=4)
-
-    def count_fallback(self, reason: str, trainer: str) -> None:
-        """Counts one unshared pass and warns the first time this reason occurs."""
-        self.fallbacks[reason] += 1
-        self.warn_once(f"{trainer} runs without shared prompts: {reason}", key=reason)
+    def _tell(self, text: str) -> None:
+        warnings.warn(text, SharedPromptWarning, stacklevel=5)

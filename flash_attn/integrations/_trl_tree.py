@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.integrations.flash_attention import get_target_dtype
 from transformers.masking_utils import AttentionMaskInterface
 
-from flash_attn._calls import attention
+from flash_attn._calls import attention, kernel_head_dim
 from flash_attn._ops import plan_tables
 
 TREE_ATTENTION = "tree_fa3"
@@ -157,7 +157,7 @@ def tree_attention(
 
 def _plan(trie: Trie, q: Tensor, k: Tensor, window: tuple[int, int]) -> list[Tensor]:
     """The kernels' tables, built once per kind of layer."""
-    head_dim = (q.shape[-1] + 7) // 8 * 8
+    head_dim = kernel_head_dim(q.shape[-1])
     kind = (head_dim, k.shape[1], q.dtype, window)
     if kind not in trie.plans:
         total_context = None if trie.context_rows is None else len(trie.context_rows)

@@ -7,6 +7,8 @@ pack row is the one that row predicts. A gather then copies each row's values ou
 
 from __future__ import annotations
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,41 +16,93 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 
-from flash_attn.shared_prompt import PackedBatch, PromptGroups, SharedPromptLayout, group_by_prompt, pack
+from flash_attn.shared_prompt import PromptGroups, SharedPromptLayout
+from flash_attn.shared_prompt.grouping import group_rows
 from flash_attn.shared_prompt.layout import move
 
 
+class RowPack(NamedTuple):
+    """Rows of a micro-batch with each group's prompt once (boundary "fork"), on the CPU.
+
+    `input_ids`, `position_ids` (T,): of the pack. `in_pack`: pack row of each token, row by row in the
+    micro-batch's order. `rows`: of each group, places in the micro-batch.
+    """
+
+    layout: SharedPromptLayout
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    in_pack: torch.Tensor
+    rows: list[list[int]]
+
+    @property
+    def num_packed_tokens(self) -> int:
+        """Tokens that the model processes."""
+        return self.layout.total
+
+    @property
+    def num_replicated_tokens(self) -> int:
+        """Tokens that it would process with every prompt replicated."""
+        return len(self.in_pack)
+
+
 class HostRows(NamedTuple):
-    """Rows on the CPU: `ids[i]` and `positions[i]` of the prompt and response of row i."""
+    """Rows on the CPU: `ids[i]` and `positions[i]` of the prompt and response of row i, and the groups of
+    rows with equal prompts (ids and positions), in the order of their first rows."""
 
     ids: list[torch.Tensor]
     positions: list[torch.Tensor]
     prompt_lens: list[int]
+    groups: PromptGroups
 
     @classmethod
     def of(cls, data: TensorDict) -> HostRows:
         """Of a batch with nested "input_ids", "position_ids" and "prompts"."""
         lens = data["input_ids"].offsets().diff().tolist()
-        ids, positions = (list(data[key].values().cpu().split(lens)) for key in ("input_ids", "position_ids"))
-        return cls(ids, positions, data["prompts"].offsets().diff().tolist())
+        prompt_lens = data["prompts"].offsets().diff().tolist()
+        both = torch.stack([data[key].values() for key in ("input_ids", "position_ids")], 1).cpu()
+        prompts = [row[:p] for p, row in zip(prompt_lens, both.split(lens), strict=True)]
+        groups = group_rows(prompts, None, False, 1)
+        ids, positions = both.t().contiguous()
+        return cls(list(ids.split(lens)), list(positions.split(lens)), prompt_lens, groups)
 
     @property
     def lens(self) -> list[tuple[int, int]]:
         """(prompt, response) tokens of each row."""
         return [(p, len(row) - p) for p, row in zip(self.prompt_lens, self.ids, strict=True)]
 
-    @property
-    def groups(self) -> PromptGroups:
-        """Rows of equal prompts, groups in the order of their first rows."""
-        return group_by_prompt([row[:p] for p, row in zip(self.prompt_lens, self.ids, strict=True)])
+    def grouped(self, rows: Sequence[int]) -> list[list[int]]:
+        """Places in `rows` of the rows of each group."""
+        group_of = {row: g for g, own in enumerate(self.groups.rows) for row in own}
+        found: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            found.setdefault(group_of[row], []).append(place)
+        return list(found.values())
 
-    def pack(self, rows: Sequence[int]) -> PackedBatch:
-        """These rows, packed, on the CPU."""
-        pairs = [(self.ids[r], self.prompt_lens[r]) for r in rows]
-        return pack(
-            [ids[:p] for ids, p in pairs], [ids[p:] for ids, p in pairs],
-            position_ids=[self.positions[r] for r in rows],
-        )  # fmt: skip
+    def pack(self, rows: Sequence[int]) -> RowPack:
+        """These rows, packed. Nothing else runs on the device meanwhile, so this is slices and copies only
+        (`shared_prompt.pack`, which takes padding, masks and holes, is 15 times as slow)."""
+        lens, groups = [self.lens[row] for row in rows], self.grouped(rows)
+        layout = SharedPromptLayout.from_lengths(
+            [lens[own[0]][0] for own in groups], [[lens[place][1] for place in own] for own in groups]
+        )
+        pieces: list[tuple[int, slice]] = []  # (row, its tokens) in pack order
+        spans: list[tuple[slice, slice]] = [(slice(0), slice(0))] * len(rows)  # of each row, in the pack
+        end = 0
+        for own in groups:
+            context = slice(end, end := end + lens[own[0]][0] - 1)
+            pieces.append((rows[own[0]], slice(context.stop - context.start)))
+            for place in own:
+                fork = slice(lens[place][0] - 1, sum(lens[place]))
+                spans[place] = (context, slice(end, end := end + fork.stop - fork.start))
+                pieces.append((rows[place], fork))
+        every = torch.arange(end)
+        return RowPack(
+            layout,
+            torch.cat([self.ids[row][tokens] for row, tokens in pieces]),
+            torch.cat([self.positions[row][tokens] for row, tokens in pieces]),
+            torch.cat([every[span] for pair in spans for span in pair]),
+            groups,
+        )
 
 
 class PackedStep:
@@ -59,22 +113,21 @@ class PackedStep:
     """
 
     def __init__(
-        self, micro_batch: TensorDict, packed: PackedBatch, pad: int, device: torch.device | str | int
+        self, micro_batch: TensorDict, packed: RowPack, pad: int, device: torch.device | str | int
     ) -> None:
         self.pad, layout = pad, packed.layout
         if pad:
             layout = SharedPromptLayout.from_lengths([*layout.prompt_lens, pad], [*layout.response_lens, [0]])
         self.layout = layout.to(device)
         self._offsets = move(micro_batch["input_ids"].offsets(), self.layout.device)
-        in_pack = packed.grid_to_packed
-        self._rows = move(in_pack.masked_select(in_pack >= 0), self.layout.device)
+        self._rows = move(packed.in_pack, self.layout.device)
         self.batch = self._substitute(micro_batch, packed)
 
-    def _substitute(self, micro_batch: TensorDict, packed: PackedBatch) -> TensorDict:
+    def _substitute(self, micro_batch: TensorDict, packed: RowPack) -> TensorDict:
         offsets = move(packed.layout.cu_seqlens.long(), self.layout.device)
         batch = TensorDict(
             {
-                name: torch.nested.nested_tensor_from_jagged(move(values[0], offsets.device), offsets)
+                name: torch.nested.nested_tensor_from_jagged(move(values, offsets.device), offsets)
                 for name, values in (("input_ids", packed.input_ids), ("position_ids", packed.position_ids))
             },
             batch_size=[packed.layout.num_segments],

@@ -17,18 +17,16 @@ from verl.utils.metric.utils import AggregationType, Metric
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from flash_attn.integrations._sharing import METRIC
+from flash_attn.integrations._transformers_cost import flop_cost_model
 from flash_attn.integrations._transformers_rope import check_rope, length_dependent_rope
 from flash_attn.integrations._transformers_support import unwrap
-from flash_attn.integrations._trl_cost import flop_cost_model
 from flash_attn.integrations._verl_attention import ULYSSES_NAME, register_ulysses
 from flash_attn.integrations._verl_batch import HostRows, PackedStep
 from flash_attn.integrations._verl_plan import Limits, StepPlan, agree, lengthen, rows_of_micro_batches
-from flash_attn.integrations._verl_settings import Account, check_model, refusal, wants_sharing
+from flash_attn.integrations._verl_settings import EngineAccount, check_model, refusal, wants_sharing
 from flash_attn.integrations.transformers import Injection, inject, receipt
 from flash_attn.shared_prompt.ulysses import shard_layout
-
-METRIC = "shared_prompt"
-"""Prefix of the metrics; veRL puts "actor/" before it."""
 
 
 class SharedPromptEngine(FSDPEngineWithLMHead):
@@ -38,7 +36,7 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
     behave as their parent, unless `external_lib` names this plug-in: then they raise ValueError.
     """
 
-    sharing: Account
+    sharing: EngineAccount
     _shares: bool
     _run_plan: StepPlan | None = None
     _step: PackedStep | None = None
@@ -46,7 +44,7 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
 
     def initialize(self) -> None:
         """Builds the model as the parent does, then refuses models that packs would be wrong for."""
-        self.sharing = Account()
+        self.sharing = EngineAccount()
         self._shares = wants_sharing(self.model_config, self.engine_config)
         super().initialize()
 
@@ -85,6 +83,7 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
                 "fallbacks": 0,
             }
         for name, value in counts.items():
+            # veRL puts "actor/" before it.
             output["metrics"][f"{METRIC}/{name}"] = Metric(AggregationType.SUM, float(value))
         return output
 
@@ -102,14 +101,15 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
             reason = self._rope_refusal(host, rows)
         refused, count = agree(reason, error, len(rows), len(data), self.get_data_parallel_group())
         if refused or host is None:
-            self.sharing.count_fallback(reason or "another rank cannot share its rows")
+            reason = reason or "another rank cannot share its rows"
+            self.sharing.count_fallback(reason, "veRL's own engine")
             return None
         return StepPlan(lengthen(rows, count, host), host)
 
     def _count(self, plan: StepPlan) -> None:
         self.sharing.count_shared(plan.num_packed_tokens, plan.num_replicated_tokens)
         if plan.num_packed_tokens == plan.num_replicated_tokens:
-            self.sharing.log_once(
+            self.sharing.tell_once(
                 "no prompt stands twice in a micro-batch: nothing is shared. Micro-batches hold one row, "
                 "rollout.n is 1, or actor.shuffle takes groups apart"
             )

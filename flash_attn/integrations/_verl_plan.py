@@ -15,8 +15,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
-from flash_attn.integrations._verl_batch import HostRows
-from flash_attn.shared_prompt import PackedBatch
+from flash_attn.integrations._verl_batch import HostRows, RowPack
 from flash_attn.shared_prompt.cost_model import CostModel
 from flash_attn.shared_prompt.planner import plan_micro_batches
 
@@ -35,7 +34,7 @@ class StepPlan:
         self.num_packed_tokens = self.num_replicated_tokens = 0
         self._waiting: list[list[int]] | None = None
 
-    def next_pack(self) -> PackedBatch:
+    def next_pack(self) -> RowPack:
         """Of the next micro-batch. Raises RuntimeError unless the micro-batches are this plan's."""
         if not self._waiting:
             self._refuse_release()
@@ -136,7 +135,7 @@ def lengthen(micro_batches: list[list[int]], count: int, host: HostRows) -> list
 
 
 def _halves(rows: list[int], host: HostRows) -> list[list[int]]:
-    groups = host.pack(rows).rows
+    groups = host.grouped(rows)
     if len(groups) == 1:
         middle = len(rows) // 2
         return [rows[:middle], rows[middle:]]

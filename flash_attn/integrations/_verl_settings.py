@@ -7,7 +7,6 @@ share (images, distillation, ...) goes to the parent engine, with the reason log
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from typing import Any
 
 import torch
@@ -15,11 +14,10 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.model import extract_multi_modal_inputs
 
+from flash_attn.integrations._sharing import IMPLEMENTATION, Account
 from flash_attn.integrations.transformers import require_supported
 
-IMPLEMENTATION = "dualkv"
 MODULE = "flash_attn.integrations.verl"
-INSTALLED = "_flash_attn_shared_prompt"  # attribute of functions put in place of veRL's
 logger = logging.getLogger(MODULE)
 
 
@@ -92,29 +90,8 @@ def refusal(data: TensorDict) -> str | None:
     return None
 
 
-class Account:
-    """Counts of one engine. `fallbacks`: mini-batches (or log-prob passes) that ran unshared, by reason."""
+class EngineAccount(Account):
+    """Counts of one engine's mini-batches and log-prob passes."""
 
-    def __init__(self) -> None:
-        self.num_shared = 0
-        self.num_packed_tokens = 0
-        self.num_replicated_tokens = 0
-        self.fallbacks: Counter[str] = Counter()
-        self._logged: set[str] = set()
-
-    def log_once(self, text: str) -> None:
-        """One warning per text."""
-        if text not in self._logged:
-            self._logged.add(text)
-            logger.warning(text)
-
-    def count_shared(self, num_packed_tokens: int, num_replicated_tokens: int) -> None:
-        """Counts one shared mini-batch."""
-        self.num_shared += 1
-        self.num_packed_tokens += num_packed_tokens
-        self.num_replicated_tokens += num_replicated_tokens
-
-    def count_fallback(self, reason: str) -> None:
-        """Counts one unshared mini-batch; logs the first of each reason."""
-        self.fallbacks[reason] += 1
-        self.log_once(f"veRL's own engine runs without shared prompts: {reason}")
+    def _tell(self, text: str) -> None:
+        logger.warning(text)

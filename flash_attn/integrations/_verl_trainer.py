@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from flash_attn.integrations._verl_settings import IMPLEMENTATION, INSTALLED, MODULE, logger, names_plugin
+from flash_attn.integrations._sharing import IMPLEMENTATION, INSTALLED
+from flash_attn.integrations._verl_settings import MODULE, logger, names_plugin
 from flash_attn.shared_prompt.cost_model import CostModel, GroupLens
 
 # The driver has no model: veRL's own weights of a 7B model, 24576 per token beside length squared (two per

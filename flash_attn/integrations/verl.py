@@ -20,9 +20,9 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine import utils as engine_utils
 from verl.workers.engine.fsdp import transformer_impl
 
+from flash_attn.integrations._sharing import INSTALLED
 from flash_attn.integrations._verl_engine import SharedPromptEngine
 from flash_attn.integrations._verl_plan import StepPlan
-from flash_attn.integrations._verl_settings import INSTALLED
 from flash_attn.integrations._verl_trainer import install
 from flash_attn.integrations.transformers import register
 

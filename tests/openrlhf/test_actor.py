@@ -199,10 +199,9 @@ def test_what_is_not_shared_runs_in_the_parents_forward(caplog: pytest.LogCaptur
 def test_reasons(change: dict[str, Any], reason: str) -> None:
     actor, inputs = actor_of("llama", packing=True), batch()
     images = {k: v for k, v in change.items() if k == "pixel_values"}
-    found = _openrlhf_actor._refusal(
-        actor, inputs["action_mask"], inputs["attention_mask"], change.get("ring_attn_group"), images
-    )
-    assert found == reason
+    tensors = [inputs[name] for name in ("sequences", "action_mask", "attention_mask")]
+    found = _openrlhf_actor._pack(actor, *tensors, change.get("ring_attn_group"), images)
+    assert found == (None, reason)
 
 
 def test_a_row_without_actions() -> None:

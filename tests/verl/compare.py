@@ -75,7 +75,7 @@ def assert_same_parameters(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor
 def assert_shared(shared: Run) -> None:
     """Every mini-batch and log-prob pass ran packed, with fewer tokens, and the metrics say so."""
     account = shared.sharing
-    assert account.num_shared > 0 and not account.fallbacks
+    assert account.num_shared_passes > 0 and not account.fallbacks
     assert 0 < account.num_packed_tokens < account.num_replicated_tokens
     for metrics in shared.metrics:
         assert metrics["shared_prompt/fallbacks"] == [0.0] * len(metrics["loss"])

@@ -52,7 +52,7 @@ def test_two_processes_equal_the_plain_engine(case, results):
         assert_same_step(plain, other)
     account = shared["sharing"]
     if case == "sequence_parallel_fallback":
-        assert account["fallbacks"] == {"a test": 3} and account["num_shared"] == 0
+        assert account["fallbacks"] == {"a test": 3} and account["num_shared_passes"] == 0
         assert shared["metrics"]["shared_prompt/fallbacks"] == [1.0, 1.0]
     else:
         assert not account["fallbacks"] and account["num_packed_tokens"] < account["num_replicated_tokens"]
