@@ -379,7 +379,7 @@ def print_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     if "error" in row:
         print(f"{label} {row['error']}", flush=True)
         return
-    same = ("pass", "micro_batch")
+    same = ("pass", "micro_batch", "num_micro_batches")
     shared = next((r for r in rows if r["provider"] == "shared" and all(r[k] == row[k] for k in same)), None)
     text = f"{label} {row['seconds']:8.3f} s {row['peak_gib']:7.1f} GiB {row['num_repeats']} repeats"
     if shared and "seconds" in shared and not PROVIDERS[row["provider"]][0]:

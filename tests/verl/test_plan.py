@@ -9,6 +9,7 @@ from tiny import make_batch
 
 from flash_attn.integrations._verl_batch import HostRows
 from flash_attn.integrations._verl_plan import Limits, StepPlan, lengthen, rows_of_micro_batches
+from flash_attn.shared_prompt import pack
 from flash_attn.shared_prompt.planner import TOKENS_ONLY
 
 SIZES = [(20, [5, 9, 1, 7, 6, 2]), (13, [8, 3]), (9, [4] * 5), (30, [1, 2, 3])]
@@ -56,11 +57,28 @@ def test_positions_are_the_batchs_own_and_rows_of_other_positions_do_not_share()
     batch["position_ids"] = torch.nested.nested_tensor_from_jagged(
         2 * batch["position_ids"].values(), batch["input_ids"].offsets()
     )
-    host = HostRows.of(batch)
-    packed = host.pack([0, 1])
-    assert torch.equal(packed.position_ids[0], 2 * packed.layout.position_ids)
-    host.positions[1] = host.positions[1] + 1
-    assert len(host.pack([0, 1]).rows) == 2
+    packed = HostRows.of(batch).pack([0, 1])
+    assert packed.rows == [[0, 1]]
+    assert torch.equal(packed.position_ids, 2 * packed.layout.position_ids)
+    batch["position_ids"][1] += 1
+    assert HostRows.of(batch).pack([0, 1]).rows == [[0], [1]]
+
+
+@pytest.mark.parametrize("rows", [range(16), [7, 2, 15, 3, 0], [4]])
+def test_packs_are_those_of_the_general_packing(rows):
+    host = HostRows.of(make_batch([*SIZES[:-1], (1, [3, 0, 2])], shuffle=True))
+    packed, lens = host.pack(rows), host.lens
+    general = pack(
+        [host.ids[row][: lens[row][0]] for row in rows], [host.ids[row][lens[row][0] :] for row in rows],
+        position_ids=[host.positions[row] for row in rows],
+    )  # fmt: skip
+    assert torch.equal(packed.input_ids, general.input_ids[0])
+    assert torch.equal(packed.position_ids, general.position_ids[0])
+    assert torch.equal(packed.in_pack, general.grid_to_packed[general.grid_to_packed >= 0])
+    assert torch.equal(packed.layout.segments, general.layout.segments)
+    assert tuple(map(tuple, packed.rows)) == general.rows
+    counts = (general.num_packed_tokens, general.num_replicated_tokens)
+    assert (packed.num_packed_tokens, packed.num_replicated_tokens) == counts
 
 
 def test_micro_batches_are_packed_in_their_turn():
