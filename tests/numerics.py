@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn import reference
+from flash_attn import _calls, reference
 
 MIN_ELEMENTS, MIN_NORM_ELEMENTS = 64, 4096
 
@@ -132,6 +132,34 @@ def run(case: Case, attend: Callable[..., tuple[Tensor, Tensor]], dtype: torch.d
     for name, grad in zip(inputs, torch.autograd.grad(outputs, list(inputs.values()), grads), strict=True):
         results["d" + name] = grad
     return results
+
+
+def op(
+    case: Case,
+    *,
+    segments_host: Tensor | None = None,
+    plan: Callable[[Tensor, Tensor, Tensor | None], list[Tensor]] | None = None,
+    deterministic: bool = False,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The op on the case's segments, as `check` wants it. `plan(q, k, k_context)`: the kernels' tables, by
+    default those that the op builds."""
+    table = case.table.to(case.tensors["q"].device)
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_context: Tensor | None = None,
+        v_context: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return _calls.attention(
+            q, k, v, k_context, v_context, table, segments_host, plan(q, k, k_context) if plan else [],
+            max(case.total_q, 1), max(case.total_k, 1), case.softmax_scale, case.causal, case.window_size,
+            case.softcap, sinks, deterministic,
+        )  # fmt: skip
+
+    return attend
 
 
 def check(case: Case, attend: Callable[..., tuple[Tensor, Tensor]]) -> None:

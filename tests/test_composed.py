@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from numerics import Case, check, run
+from numerics import Case, check, op, run
 from test_ops_numerics import DUAL, PACKED, VARLEN, random_case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_attn
 from flash_attn import _backend, composed, reference
-from flash_attn._calls import attention
 from flash_attn.shared_prompt import SharedPromptLayout
 
 
@@ -234,31 +233,12 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flash_attn.backend("cuda") == "composed"
 
 
-def gpu_attend(case: Case, host: bool = True) -> Any:
-    table = case.table.to("cuda")
-
-    def call(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_context: Tensor | None = None,
-        v_context: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return attention(
-            q, k, v, k_context, v_context, table, case.table if host else None, [], case.total_q,
-            case.total_k, case.softmax_scale, case.causal, case.window_size, case.softcap, sinks, False,
-        )  # fmt: skip
-
-    return call
-
-
 @pytest.mark.gpu
 @LAYOUTS
 @pytest.mark.parametrize("options", [*OPTIONS, {"head_dim": 72}, {"head_dim": 20, "head_dim_v": 12}], ids=str)
 def test_gpu_numerics(on_gpu: None, layout: dict[str, Any], options: dict[str, Any]) -> None:
     case = Case(**{**layout, "dtype": torch.bfloat16, "head_dim": 64, "device": "cuda", **options})
-    check(case, gpu_attend(case))
+    check(case, op(case, segments_host=case.table))
 
 
 def long_case(**changes: Any) -> Case:
@@ -289,7 +269,7 @@ def long_case(**changes: Any) -> Case:
 )
 def test_gpu_long_groups(on_gpu: None, options: dict[str, Any]) -> None:
     case = long_case(**options)
-    check(case, gpu_attend(case))
+    check(case, op(case, segments_host=case.table))
 
 
 @pytest.mark.gpu
@@ -302,7 +282,7 @@ def test_gpu_random_sweep(on_gpu: None) -> None:
             "dtype": torch.float16 if case.dtype == torch.float16 else torch.bfloat16,
         }  # fmt: skip
         case = Case(**{name: getattr(case, name) for name in Case.__match_args__} | changes)
-        check(case, gpu_attend(case, host=seed % 2 == 0))
+        check(case, op(case, segments_host=case.table if seed % 2 == 0 else None))
 
 
 @pytest.mark.gpu

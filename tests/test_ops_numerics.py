@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from numerics import Case, check, run
-from torch import Tensor
+from numerics import Case, check, op, run
 
 from flash_attn import cpu, reference
 from flash_attn._calls import attention
@@ -44,26 +43,9 @@ VARLEN: dict[str, Any] = {
 }
 
 
-def attend(case: Case):  # type: ignore[no-untyped-def]
-    def call(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_context: Tensor | None = None,
-        v_context: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return attention(
-            q, k, v, k_context, v_context, case.table, None, [], case.total_q, case.total_k,
-            case.softmax_scale, case.causal, case.window_size, case.softcap, sinks, False,
-        )  # fmt: skip
-
-    return call
-
-
 def check_case(layout: dict[str, Any], **changes: Any) -> None:
     case = Case(**{**layout, **changes})
-    check(case, attend(case))
+    check(case, op(case))
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -116,7 +98,7 @@ def test_query_heads_share_key_heads(ratio: int, num_heads_k: int) -> None:
     q = torch.randn(31, ratio * num_heads_k, 8)
     v = torch.arange(num_heads_k, dtype=torch.float32)[None, :, None].expand(26, -1, 8)
     case = Case(**VARLEN)
-    out, _ = attend(case)(q, torch.randn(26, num_heads_k, 8), v)
+    out, _ = op(case)(q, torch.randn(26, num_heads_k, 8), v)
     wanted = torch.arange(ratio * num_heads_k) // ratio
     torch.testing.assert_close(out[17:30], wanted.float()[None, :, None].expand(13, -1, 8))
 
@@ -167,14 +149,14 @@ def test_rows_without_keys_and_rows_behind_the_last_segment(softcap: float) -> N
     case = Case(
         [[0, 5, 0, 0, 0, 2], [5, 8, 0, 0, 2, 2], [8, 12, 0, 0, 2, 6]], 15, 9, softcap=softcap, with_dlse=True
     )
-    clean = run(case, attend(case), torch.float32)
+    clean = run(case, op(case), torch.float32)
     empty = torch.tensor([0, 1, 2, 5, 6, 7, 12, 13, 14])
     assert not clean["out"][empty].any() and torch.isneginf(clean["lse"][:, empty]).all()
     assert not clean["dq"][empty].any() and not clean["dk"][6:].any() and not clean["dv"][6:].any()
     for name in ("q", "k", "v"):
         case.tensors[name][12 if name == "q" else 6 :] = torch.nan
     case.dout[12:] = torch.nan
-    poisoned = run(case, attend(case), torch.float32)
+    poisoned = run(case, op(case), torch.float32)
     for name, x in clean.items():
         torch.testing.assert_close(poisoned[name], x, rtol=0, atol=0)
 
@@ -188,9 +170,9 @@ def test_nan_scores_reach_the_rows_that_see_them_and_no_others(
 ) -> None:
     """torch's kernels may take NaN scores for masked ones where there are few: out 0 and lse 0."""
     case = Case(**PACKED)
-    clean = run(case, attend(case), torch.float32)
+    clean = run(case, op(case), torch.float32)
     case.tensors[name][begin:end] = torch.nan
-    got = run(case, attend(case), torch.float32)
+    got = run(case, op(case), torch.float32)
     sees = torch.zeros(case.total_q, dtype=torch.bool)
     sees[begin:last] = True
     for x in (got["out"], got["lse"].t(), got["dq"]):
@@ -204,7 +186,7 @@ def test_infinite_scores_give_nan(scale: float) -> None:
     """From infinite inputs, and from finite ones whose product overflows."""
     case = Case(**VARLEN, causal=False, softmax_scale=scale)
     case.tensors["q"][0] = torch.inf if scale == 1.0 else 1e30
-    out, lse = attend(case)(**case.tensors)
+    out, lse = op(case)(**case.tensors)
     assert torch.isnan(out[0]).all() and torch.isnan(lse[:, 0]).all()
     assert out[17:30].isfinite().all() or scale > 1.0
 
@@ -221,7 +203,7 @@ def test_scales_that_are_not_positive(softmax_scale: float, changes: dict[str, A
 def test_nothing_at_all() -> None:
     for segments, total in (([], 0), ([], 3), ([[0, 0, 0, 0, 0, 0]], 2)):
         case = Case(segments, total, total)
-        results = run(case, attend(case), torch.float32)
+        results = run(case, op(case), torch.float32)
         assert not results["out"].any() and torch.isneginf(results["lse"]).all() and not results["dk"].any()
 
 
@@ -230,7 +212,7 @@ def test_odd_strides_and_expanded_gradients() -> None:
     buffer = torch.randn(3, 3, 102, 10)
     views = {n: buffer[i].transpose(0, 1)[..., 1:9].requires_grad_() for i, n in enumerate("qkv")}
     plain = {n: x.detach().clone().contiguous().requires_grad_() for n, x in views.items()}
-    outs = [attend(case)(**x)[0] for x in (views, plain)]
+    outs = [op(case)(**x)[0] for x in (views, plain)]
     torch.testing.assert_close(outs[0], outs[1])
     grads = [
         torch.autograd.grad(o.sum(), list(x.values())) for o, x in zip(outs, (views, plain), strict=True)
@@ -242,7 +224,7 @@ def test_odd_strides_and_expanded_gradients() -> None:
 def test_merged_parts_keep_a_float32_natural_log_lse() -> None:
     """Scores of +-80 in two parts, one of them empty for some rows: lse is logsumexp, fp32, (H, T)."""
     case = Case(**DUAL, dtype=torch.bfloat16, scale_q=80.0)
-    _, lse = attend(case)(**case.tensors)
+    _, lse = op(case)(**case.tensors)
     tensors = {n: x.double() for n, x in case.tensors.items()}
     _, ref = reference.attention(**tensors, segments=case.table, **case.options)
     assert lse.dtype == torch.float32 and lse.shape == (4, 53)
@@ -272,7 +254,7 @@ def test_memory_stays_linear(softcap: float) -> None:
         segments.append([begin, begin + response, 0, length, begin, begin + response])
     total = length + num * response
     case = Case(segments, total, total, num_heads=1, num_heads_k=1, head_dim=8, softcap=softcap)
-    assert peak_mib(lambda: run(case, attend(case), torch.float32)) < 200
+    assert peak_mib(lambda: run(case, op(case), torch.float32)) < 200
 
 
 def random_case(seed: int) -> Case:
@@ -302,7 +284,7 @@ def sweep(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
         width = random.Random(seed).choice([0, 3, 128])  # from all triangles to tiles wherever a window cuts
         monkeypatch.setattr(cpu, "cut", lambda *a, width=width: cut(*a, min_band_width=width))
         case = random_case(seed)
-        check(case, attend(case))
+        check(case, op(case))
 
 
 def test_random_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

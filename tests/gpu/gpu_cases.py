@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from numerics import Case, check
+from numerics import Case, check, op
 from plan_oracle import shared_prompt_segments, varlen_segments
 from torch import Tensor
 
@@ -30,52 +30,25 @@ def poisoned() -> Iterator[None]:
 
 
 def attend_segments(case: Case, deterministic: bool = False, context_rows: int | None = None) -> Any:
-    """The op on the case's segments, as `numerics.check` wants it. `context_rows` decides the splits."""
-    table = case.table.to(case.tensors["q"].device)
+    """The op on the case's segments in poisoned memory. `context_rows` decides the splits."""
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_context: Tensor | None = None,
-        v_context: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        plan: list[Tensor] = []
-        if context_rows is not None:
-            plan = _ops.plan_tables(
-                table,
-                q.shape[0],
-                k.shape[0],
-                None if k_context is None else k_context.shape[0],
-                context_rows,
-                num_heads_k=k.shape[1],
-                head_dim=-(-q.shape[2] // 8) * 8,
-                dtype=q.dtype,
-                causal=case.causal,
-                window_size=case.window_size,
-            )
+    def plan(q: Tensor, k: Tensor, k_context: Tensor | None) -> list[Tensor]:
+        if context_rows is None:
+            return []
+        total_context = None if k_context is None else k_context.shape[0]
+        return _ops.plan_tables(
+            case.table.to(q.device), q.shape[0], k.shape[0], total_context, context_rows,
+            num_heads_k=k.shape[1], head_dim=_calls.kernel_head_dim(q.shape[2]), dtype=q.dtype,
+            causal=case.causal, window_size=case.window_size,
+        )  # fmt: skip
+
+    attend = op(case, plan=plan, deterministic=deterministic)
+
+    def in_poison(*tensors: Tensor, **named: Tensor) -> tuple[Tensor, Tensor]:
         with poisoned():
-            return _calls.attention(
-                q,
-                k,
-                v,
-                k_context,
-                v_context,
-                table,
-                None,
-                plan,
-                max(case.total_q, 1),
-                max(case.total_k, 1),
-                case.softmax_scale,
-                case.causal,
-                case.window_size,
-                case.softcap,
-                sinks,
-                deterministic,
-            )
+            return attend(*tensors, **named)
 
-    return attend
+    return in_poison
 
 
 def check_case(case: Case, deterministic: bool = False, context_rows: int | None = None) -> None:
