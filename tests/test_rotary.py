@@ -107,6 +107,25 @@ def test_qkv_in_place(form: str) -> None:
     torch.testing.assert_close(grad, wanted)
 
 
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_in_place_on_leaves_and_compiled(compiled: bool, leaf: bool) -> None:
+    """A leaf is written to, as flash-attn does; a compiled call has the gradients of an eager one."""
+    given = torch.randn(2, 5, 3, 2, 8, dtype=torch.float64, requires_grad=True)
+    before, (cos, sin) = given.detach().clone().requires_grad_(), tables(6, 8)
+    torch._dynamo.reset()  # torch.compile does not notice that another call's tensor is a leaf
+    call = torch.compile(apply_rotary_emb_qkv_, backend="aot_eager") if compiled else apply_rotary_emb_qkv_
+    x = given if leaf else given * 1
+    out = call(x, cos, sin)
+    wanted = torch.stack([*(apply_rotary_emb(before[:, :, i], cos, sin) for i in (0, 1)), before[:, :, 2]], 2)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(x, out)
+    weight = torch.randn_like(out)
+    out.backward(weight)
+    wanted.backward(weight)
+    torch.testing.assert_close(given.grad, before.grad)
+
+
 def test_kv_in_place() -> None:
     kv = torch.randn(2, 5, 2, 3, 8, dtype=torch.float64)
     cos, sin = tables(5, 8)

@@ -51,13 +51,17 @@ def _split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
 
 class _Turn(torch.autograd.Function):
     """Turns parts of a tensor in place; the gradient is turned back. `parts(x)` gives views of x, one for
-    each cos."""
+    each cos.
+
+    A leaf that requires a gradient is written to as well, as flash-attn does: its gradient is then that of
+    the values it had, and the result is another tensor on its memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: Any, interleaved: bool, *tables: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, leaf: bool, parts: Any, interleaved: bool, *tables: Tensor) -> Tensor:
         ctx.parts, ctx.interleaved = parts, interleaved
         ctx.save_for_backward(*tables)
-        ctx.mark_dirty(x)
+        if not leaf:
+            ctx.mark_dirty(x)
         for part, cos, sin in zip(parts(x), tables[0::2], tables[1::2], strict=True):
             _rotary.turn(part, cos, sin, interleaved, out=part)
         return x
@@ -68,7 +72,7 @@ class _Turn(torch.autograd.Function):
         tables = ctx.saved_tensors
         for part, cos, sin in zip(ctx.parts(grad), tables[0::2], tables[1::2], strict=True):
             _rotary.turn(part, cos, -sin, ctx.interleaved, out=part)
-        return (grad, None, None, *[None] * len(tables))
+        return (grad, None, None, None, *[None] * len(tables))
 
 
 def _in_place(x: Tensor, parts: Any, interleaved: bool, *tables: Tensor) -> Tensor:
@@ -77,7 +81,23 @@ def _in_place(x: Tensor, parts: Any, interleaved: bool, *tables: Tensor) -> Tens
             "gradients of cos and sin are not supported in place: detach them, or call apply_rotary_emb "
             "without inplace"
         )
-    return _Turn.apply(x, parts, interleaved, *tables)
+    leaf = x.is_leaf and x.requires_grad
+    if torch.compiler.is_compiling():
+        return _traced(x, leaf, parts, interleaved, *tables)
+    return _Turn.apply(x, leaf, parts, interleaved, *tables)
+
+
+def _traced(x: Tensor, leaf: bool, parts: Any, interleaved: bool, *tables: Tensor) -> Tensor:
+    """_Turn by operations that torch.compile follows: of a graph's input that a Function writes to, it drops
+    the Function's gradient without a word."""
+    turned = x.clone()
+    for part, cos, sin in zip(parts(turned), tables[0::2], tables[1::2], strict=True):
+        _rotary.turn(part, cos, sin, interleaved, out=part)
+    if not leaf:
+        return x.copy_(turned)
+    with torch.no_grad():
+        x.copy_(turned)
+    return turned
 
 
 def apply_rotary_emb(
@@ -92,9 +112,9 @@ def apply_rotary_emb(
 ) -> Tensor:
     """x (B, S, H, D), or (total, H, D) with cu_seqlens (B + 1,) and max_seqlen, turned; same shape and dtype.
 
-    Row i of sequence b stands at position i + seqlen_offsets (an int, or (B,)). `inplace` writes into x,
-    which then must not be a leaf that requires a gradient, and has no gradients of cos and sin. Values of
-    cu_seqlens are checked where reading them is free (on the CPU, or with FLASH_ATTN_CHECK=1).
+    Row i of sequence b stands at position i + seqlen_offsets (an int, or (B,)). `inplace` writes into x
+    (a leaf's gradient is that of the values it had) and has no gradients of cos and sin. Values of cu_seqlens
+    are checked where reading them is free (on the CPU, or with FLASH_ATTN_CHECK=1).
     """
     _rotary.check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     cos_rows, sin_rows = _rotary.rows(x, cos, sin, seqlen_offsets, cu_seqlens)
