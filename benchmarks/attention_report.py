@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plotting import pyplot
+from plotting import COLORS, pyplot
 
 Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
@@ -57,18 +57,18 @@ def draw_error_growth(rows: Rows, path: Path) -> None:
         ticks = sorted({_axis(row) for row in rows if row["axis"] == kind})
         for index, name in enumerate(names):
             chosen = [r for r in rows if r["axis"] == kind and r["provider"] == name and "dk" in r]
-            points = sorted((_axis(row), row["dk"]) for row in chosen)
-            style = dict(color=f"C{index % 10}", marker="osv^D"[index % 5], markersize=4)
+            points = sorted((_axis(row), 1e3 * row["dk"]) for row in chosen)
+            style = dict(color=COLORS.get(name), marker="osv^D"[index % 5], markersize=9 - index % 5)
+            style |= dict(fillstyle="none" if index % 2 else "full", linewidth=1.2, zorder=2 + 0.1 * index)
             if points:
-                axis.plot(
-                    *zip(*points, strict=True), linestyle="-" if index < 10 else "--", label=name, **style
-                )
+                axis.plot(*zip(*points, strict=True), label=name, **style)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, list(map(str, ticks)))
         axis.set_xlabel(label)
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("relative rms error of dK, prompt rows")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("relative rms error of the prompt's dK, 1e-3")
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, frameon=False, loc="outside right center")
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -99,21 +99,23 @@ Below 1 sharing does not pay.
 def draw_break_even(rows: Rows, path: Path) -> None:
     """A map: N upwards, P / R to the right; the speed-up in each cell."""
     plt = pyplot()
-    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.colors import LogNorm
 
     counts, ratios, found = _cells(rows)
     values = [[found.get((count, ratio)) or float("nan") for ratio in ratios] for count in counts]
-    top = max(2.0, *(v for line in values for v in line if v == v))
-    figure, axis = plt.subplots(figsize=(1.5 + 0.75 * len(ratios), 1 + 0.5 * len(counts)))
-    axis.imshow(values, origin="lower", aspect="auto", cmap="RdYlGn", norm=TwoSlopeNorm(1.0, 0.5, top))
+    span = max([2.0, *(max(v, 1 / v) for line in values for v in line if v == v)])
+    size = (1.5 + 0.75 * len(ratios), 1.4 + 0.5 * len(counts))
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    axis.imshow(values, origin="lower", aspect="auto", cmap="RdBu", norm=LogNorm(1 / span, span), alpha=0.8)
     for y, line in enumerate(values):
         for x, value in enumerate(line):
-            axis.text(x, y, f"{value:.2g}", ha="center", va="center", fontsize=8)
+            color = "white" if value > span**0.7 else "black"
+            axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
     axis.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
     axis.set_yticks(range(len(counts)), [str(count) for count in counts])
     axis.set_xlabel("prompt length / response length")
     axis.set_ylabel("responses")
-    figure.tight_layout()
+    axis.set_title("attention, replicated time / shared time (red: sharing does not pay)", fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

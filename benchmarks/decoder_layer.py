@@ -178,6 +178,7 @@ def measure(step: Step, slow_ms: float) -> dict[str, Any]:
         p20_ms=timing.p20_ms,
         p80_ms=timing.p80_ms,
         rounds=timing.rounds,
+        warmed=len(times) > 1,
         peak_gib=peak,
     )
 

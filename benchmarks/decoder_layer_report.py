@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 from attention_report import machine_of
-from plotting import pyplot
+from plotting import COLORS, pyplot
+from plotting import thousands as short
 
 Rows = list[dict[str, Any]]
 Table = Callable[[list[tuple[str, ...]]], str]
@@ -23,6 +24,7 @@ Cells = dict[tuple[int, int], dict[str, dict[str, Any]]]
 OURS, BASE = "ours", "fa2-replicated"
 GATHERED = ("gather-varlen", "prefix-grouper")  # which copy the prompt's keys and values
 MEAN_LENGTH = (131 + 2048) / 2
+FIRST_MS = 2000.0  # of rows that do not say it: above, the first run stands
 
 
 def cells_of(rows: Rows) -> Cells:
@@ -33,16 +35,19 @@ def cells_of(rows: Rows) -> Cells:
     return dict(sorted(found.items()))
 
 
-def short(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
-
-
 def milliseconds(row: dict[str, Any] | None) -> str:
     if row is None:
         return "-"
     if row.get("time_ms") is None:
         return "OOM" if row.get("out_of_memory") else "-"
     return f"{row['time_ms']:.3g}" if row["time_ms"] < 100 else f"{row['time_ms']:.0f}"
+
+
+def marked(row: dict[str, Any] | None) -> str:
+    """With a star where a first run, which nothing warmed up, stands."""
+    if row is None or not row.get("time_ms"):
+        return milliseconds(row)
+    return milliseconds(row) + "*" * (not row.get("warmed", row["time_ms"] < FIRST_MS))
 
 
 def fastest_peer(cell: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
@@ -146,6 +151,20 @@ def memory_text(rows: Rows, cells: Cells, table: Table) -> str:
     return table(lines)
 
 
+def every_way(cells: Cells, table: Table) -> str:
+    """Milliseconds of all ways, a line a cell."""
+    names = list(dict.fromkeys(name for cell in cells.values() for name in cell))
+    lines: list[tuple[str, ...]] = [("P, responses", *names)]
+    for (prompt, count), cell in cells.items():
+        lines.append((f"{short(prompt)}, {count}", *(marked(cell.get(name)) for name in names)))
+    return f"""\
+<details><summary>Milliseconds of every way (*: its first run; OOM: out of memory)</summary>
+
+{table(lines)}
+
+</details>"""
+
+
 def run_of(row: dict[str, Any]) -> tuple[str | None, str]:
     return row.get("gpu_uuid"), row["commit"]
 
@@ -174,6 +193,8 @@ How many times as fast as FlashAttention-2 on replicated rows without padding (i
 many FLOPs that executes); OOM: it ran out of memory.
 
 {table(grid(cells, versus_replicated))}
+
+{every_way(cells, table)}
 
 {table(frontier(cells))}
 
@@ -213,6 +234,8 @@ how busy the GPU is.
 
 def draw_map(axis: Any, cells: Cells, base: str) -> None:
     """Times as fast as `base`, prompts upwards, micro-batches to the right; who ran out of memory."""
+    from matplotlib.colors import LogNorm
+
     prompts, counts = (sorted({key[place] for key in cells}) for place in (0, 1))
 
     def value(prompt: int, count: int) -> float:
@@ -221,19 +244,42 @@ def draw_map(axis: Any, cells: Cells, base: str) -> None:
         return times[0] / times[1] if all(times) else float("nan")
 
     values = [[value(prompt, count) for count in counts] for prompt in prompts]
-    top = max((v for line in values for v in line if v == v), default=1.0)
-    axis.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0.0 if top > 2 else 0.5)
+    span = max([1.1, *(max(v, 1 / v) for line in values for v in line if v == v)])
+    axis.imshow(values, origin="lower", aspect="auto", cmap="RdBu", norm=LogNorm(1 / span, span), alpha=0.8)
     for y, prompt in enumerate(prompts):
         for x, count in enumerate(counts):
             number, cell = values[y][x], cells.get((prompt, count), {})
             full = [name for name in (OURS, base) if cell.get(name, {}).get("out_of_memory")]
             lost = "OOM" if OURS in full else "its OOM" if full else ""
             word = f"{number:.2f}" if number == number else lost
-            color = "white" if number > top / 2 else "black"
-            axis.text(x, y, word, ha="center", va="center", fontsize=7, color=color)
+            color = "white" if number > span**0.7 else "black"
+            axis.text(x, y, word, ha="center", va="center", fontsize=8, color=color)
     axis.set_xticks(range(len(counts)), list(map(str, counts)))
     axis.set_yticks(range(len(prompts)), list(map(short, prompts)))
-    axis.set(xlabel="responses", ylabel="prompt tokens", title=f"times as fast as {base}")
+    axis.set(xlabel="responses", ylabel="prompt tokens", title=f"ours: times as fast as {base}")
+
+
+def draw_memory(axis: Any, cells: Cells, count: int) -> None:
+    """Peak memory over the prompt, a line a way."""
+    for name in dict.fromkeys(name for cell in cells.values() for name in cell):
+        points = [
+            (p, cell[name]["peak_gib"])
+            for (p, n), cell in cells.items()
+            if n == count and cell.get(name, {}).get("peak_gib")
+        ]
+        if points:
+            style = dict(color=COLORS.get(name), linewidth=2.5 if name == OURS else 1.2)
+            axis.plot(*zip(*points, strict=True), "o-", markersize=3, label=name, **style)
+    prompts = sorted({p for p, n in cells if n == count})
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_xticks(prompts, list(map(short, prompts)))
+    low, high = axis.get_ylim()
+    ticks = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if low <= size <= high]
+    axis.set_yticks(ticks, list(map(str, ticks)))
+    axis.set(xlabel="prompt tokens", ylabel="peak GiB", title=f"memory, {count} responses")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, frameon=False)
 
 
 def draw(rows: Rows, path: Path) -> None:
@@ -242,20 +288,10 @@ def draw(rows: Rows, path: Path) -> None:
     cells = cells_of(rows)
     counts = sorted({count for _, count in cells})
     bases = [base for base in (BASE, "fa4-two-call") if any(base in cell for cell in cells.values())]
-    figure, axes = plt.subplots(1, len(bases) + 1, figsize=(6 * (len(bases) + 1), 4.4), layout="constrained")
+    figure, axes = plt.subplots(1, len(bases) + 1, figsize=(5 * (len(bases) + 1), 4.4), layout="constrained")
     for axis, base in zip(axes, bases, strict=False):
         draw_map(axis, cells, base)
-    right, count = axes[-1], 8 if 8 in counts else counts[-1]
-    for name in dict.fromkeys(row["provider"] for row in rows):
-        points = [
-            (p, cell[name]["peak_gib"])
-            for (p, n), cell in cells.items()
-            if n == count and cell.get(name, {}).get("peak_gib")
-        ]
-        if points:
-            right.loglog(*zip(*points, strict=True), "o-", markersize=3, label=name, base=2)
-    right.set(xlabel="prompt tokens", ylabel="peak GiB", title=f"{count} responses")
-    right.legend(fontsize=7, frameon=False)
+    draw_memory(axes[-1], cells, 8 if 8 in counts else counts[-1])
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)

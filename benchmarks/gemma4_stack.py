@@ -312,7 +312,7 @@ def text(record: dict[str, Any], markdown_table: Callable[[list[tuple[str, ...]]
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Peak memory, measured and estimated, beside what the GPU has."""
-    from plotting import pyplot
+    from plotting import COLORS, REPLICATED, pyplot
 
     plt = pyplot()
     bars = {"packed": record["packed"]["peak_gib"]}
@@ -320,8 +320,11 @@ def draw(record: dict[str, Any], path: Path) -> None:
     if record["replicated_estimate_gib"] is not None:
         bars["replicated, all\n(estimate)"] = record["replicated_estimate_gib"]
     figure, axis = plt.subplots(figsize=(6, 3))
-    axis.bar(list(bars), list(bars.values()), 0.6)
-    axis.axhline(record["machine"]["memory_gib"], color="black", linewidth=1, linestyle="--")
+    colors = [COLORS["ours"], *[REPLICATED] * (len(bars) - 1)]
+    axis.bar(list(bars), list(bars.values()), 0.6, color=colors)
+    memory = record["machine"]["memory_gib"]
+    axis.axhline(memory, color="black", linewidth=1, linestyle="--")
+    axis.text(-0.4, memory, f"the GPU's {memory:.0f} GiB", va="bottom", fontsize=8)
     axis.set_ylabel("peak GiB")
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from built_from import library_of
-from plotting import pyplot
+from plotting import COLORS, pyplot, thousands
 
 Rows = list[dict[str, Any]]
 
@@ -36,7 +37,9 @@ def merged(rows: Rows) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
 def cells(row: dict[str, Any] | None) -> tuple[str, str]:
     if row is None or row.get("time_ms") is None:
         return "-", "-"
-    return f"{row['time_ms']:.3g}" if row["time_ms"] < 1 else f"{row['time_ms']:.1f}", f"{row['tflops']:.0f}"
+    once = "*" if row.get("rounds") == 1 else ""
+    time = f"{row['time_ms']:.3g}" if row["time_ms"] < 1 else f"{row['time_ms']:.1f}"
+    return f"{time}{once}", f"{row['tflops']:.0f}"
 
 
 def commit_of(row: dict[str, Any]) -> str:
@@ -100,25 +103,44 @@ def not_run(rows: Rows) -> str:
 
 
 def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
+    """What was measured, a line a problem, and folded away a table of every way for each."""
     c = next((r["case"] for r in rows if "N" in r["case"]), rows[0]["case"])
     dtype = "bf16" if all(row["case"]["dtype"] == "bf16" for row in rows) else "bf16 or, where named, fp16"
     added = ", ".join(sorted({row["provider"] for row in rows if row.get("added")}))
     how = "interleaved in one process" + (f" ({added}: in one after it)" if added else "")
+    alone = sorted({row["provider"] for row in rows if row.get("apart")})
+    how += f"; {', '.join(alone)}, where they hold more than 8 GiB, by themselves" if alone else ""
     matmul = sorted({row["matmul_tflops"] for row in rows if "matmul_tflops" in row})
     ceiling = f"{matmul[0]}" + (f" to {matmul[-1]}" if len(matmul) > 1 else "")
-    head = textwrap.fill(f"{where(rows)};", 110, break_on_hyphens=False)
+    once = " *: one run after one that warmed up." if any(row.get("rounds") == 1 for row in rows) else ""
+    about = f"""{where(rows)}; H={c["H"]}, Hk={c["Hk"]}, {dtype}, causal. All providers of a case are {how};
+medians.{once} TFLOP/s count every visible (query, key) pair once and prompts once: forward
+4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. Memory is the backward's: most that was allocated,
+inputs included, and what was neither there before nor returned. A dense bf16 matrix product of 8192³ ran at
+{ceiling} TFLOP/s in the same run."""
+    lines, passes = overview(rows)
+    shared = f"{_verdict(passes)}\n\n{markdown_table(lines)}\n\n" if len(lines) > 1 and passes else ""
     return f"""\
-{head}
-H={c["H"]}, Hk={c["Hk"]}, {dtype}, causal. All providers of a case are
-{how}; medians. TFLOP/s count every visible (query, key) pair once and prompts once:
-forward 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. Memory is the backward's: most that was
-allocated, inputs included, and what was neither there before nor returned. A dense bf16 matrix product of
-8192³ ran at {ceiling} TFLOP/s in the same run.
+{textwrap.fill(about, 110, break_on_hyphens=False)}
 
-{plain(rows, markdown_table)}{table(rows, markdown_table)}{not_run(rows)}"""
+{plain(rows, markdown_table)}{shared}<details><summary>Every way, case by case</summary>
+
+{table(rows, markdown_table)}
+
+</details>{not_run(rows)}"""
 
 
 FA4 = ("fa4-two-call", "fa4-gather", "fa4-block-sparse")
+PASSES = ("fwd", "bwd")
+COLUMNS = {  # of the overview
+    "ours, sm_90a": ("ours-sm90a",), "ours, sm_80": ("ours-sm80",), "FA2 two-call": ("fa2-two-call",),
+    "cuDNN two-call": ("cudnn-two-call",), "best FA4": FA4,
+}  # fmt: skip
+BARS = {  # of the plots, in their order
+    "ours, sm_90a": ("ours-sm90a",), "best FA4": FA4, "cuDNN two-call": ("cudnn-two-call",),
+    "FlexAttention": ("flex",), "ours, sm_80": ("ours-sm80",), "FA2 two-call": ("fa2-two-call",),
+    "FA2 replicated": ("fa2-replicated",),
+}  # fmt: skip
 PEERS = ("fa2-two-call", "cudnn-two-call", "flex", "gather-varlen", "prefix-grouper", *FA4)
 
 
@@ -175,17 +197,10 @@ def _verdict(passes: list[tuple[bool, str]]) -> str:
     return textwrap.fill(text, 110, break_on_hyphens=False)
 
 
-def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
-    """A line a problem: TFLOP/s of ours and the peers', and times as fast as the fastest of them."""
-    columns = {
-        "ours, sm_90a": ("ours-sm90a",),
-        "ours, sm_80": ("ours-sm80",),
-        "FA2 two-call": ("fa2-two-call",),
-        "cuDNN two-call": ("cudnn-two-call",),
-        "best FA4": FA4,
-    }
+def overview(rows: Rows) -> tuple[list[tuple[str, ...]], list[tuple[bool, str]]]:
+    """A line a problem: TFLOP/s of ours and the peers', and times as fast as the fastest; who wins."""
     measured = {row["provider"] for row in rows if row.get("time_ms")}
-    columns = {head: names for head, names in columns.items() if measured.intersection(names)}
+    columns = {head: names for head, names in COLUMNS.items() if measured.intersection(names)}
     lines: list[tuple[str, ...]] = [("forward / backward, TFLOP/s", *columns, "forward", "backward", "step")]
     found = merged([row for row in rows if "N" in row["case"]])
     passes: list[tuple[bool, str]] = []
@@ -194,10 +209,17 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
             continue
         ours, best = providers.get("ours-sm90a", {}), _best(providers, PEERS)
         steps = [step for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
-        ratios = [_ratio(_time(best, direction), _time(ours, direction)) for direction in ("fwd", "bwd")]
+        ratios = [_ratio(_time(best, direction), _time(ours, direction)) for direction in PASSES]
         passes += _passes(case, ours, best)
         ratios.append(_ratio(min(steps, default=None), _step(ours)))
         lines.append((case, *(_tflops(_best(providers, names)) for names in columns.values()), *ratios))
+    return lines, passes
+
+
+def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
+    """`overview`, where it was measured, and what its columns mean."""
+    lines, passes = overview(rows)
+    found = merged([row for row in rows if "N" in row["case"]])
     c = next(row["case"] for row in rows if "N" in row["case"])
     half = any(row["case"]["dtype"] == "fp16" for row in rows)
     sizes = f"H={c['H']}, Hk={c['Hk']}, bf16" + (", fp16 where named" if half else "")
@@ -206,7 +228,7 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
     head = f"{where(rows)}; {sizes}; providers of a case interleaved in one process{other}."
     fa4 = (
         '"best FA4": the fastest of FlashAttention-4\'s three ways, pass by pass.\n'
-        if "best FA4" in columns
+        if "best FA4" in lines[0]
         else ""
     )
     return f"""\
@@ -276,13 +298,6 @@ Attention of Gemma-4-31B's layers ({where};
 {table(rows, markdown_table)}"""
 
 
-COLORS = {  # in the order of the bars
-    "ours-sm90a": "#1f4e9c", "fa4-two-call": "#d95f02", "fa4-block-sparse": "#f0a35e",
-    "fa4-gather": "#f7cfa5", "cudnn-two-call": "#4d4d4d", "flex": "#8c8c8c", "fa2-two-call": "#bfbfbf",
-    "ours-deterministic": "#5b8fd6", "ours-sm80": "#a9c6ec",
-}  # fmt: skip
-
-
 def drawn(rows: Rows) -> Rows:
     """Of shared prompts, as CUDA graphs where a case was timed so: launches dominate it without."""
     rows = [row for row in rows if "N" in row["case"] and row.get("tflops")]
@@ -290,32 +305,54 @@ def drawn(rows: Rows) -> Rows:
     return [row for row in rows if row.get("graph") or f"{case_name(row)}, graph" not in graphs]
 
 
+def panels(rows: Rows) -> list[Rows]:
+    """Cases of one head dim and dtype beside one another; single ones of others together."""
+    kinds: dict[tuple[int, str], Rows] = {}
+    for row in rows:
+        kinds.setdefault((row["case"]["d"], row["case"]["dtype"]), []).append(row)
+    single = [own for own in kinds.values() if len({case_name(row) for row in own}) == 1]
+    several = [own for own in kinds.values() if own not in single]
+    return several + ([[row for own in single for row in own]] if single else [])
+
+
+def tick(case: str) -> str:
+    """A case's name below its bars, a part a line."""
+    name = re.sub(r"(?<==)\d+", lambda found: thousands(int(found[0])), case)
+    return name.replace("(131, ", "(131,").replace(", ", "\n")
+
+
 def draw(rows: Rows, path: Path) -> None:
-    """Forward and backward TFLOP/s, a group of bars a case: shapes at one head dim, other head dims."""
+    """Forward and backward TFLOP/s, a group of bars a case, a panel a head dim and dtype."""
     plt = pyplot()
-    rows = drawn(rows)
-    base = rows[0]["case"]["d"] if rows else None
-    providers = {row["provider"] for row in rows}
-    names = [name for name in COLORS if name in providers] or sorted(providers)
-    parts = [merged([row for row in rows if (row["case"]["d"] == base) == same]) for same in (True, False)]
-    parts = [part for part in parts if part]
+    parts = [merged(part) for part in panels(drawn(rows))]
+    known = {name for part in parts for passes in part.values() for name in passes}
+    bars = {head: names for head, names in BARS.items() if known.intersection(names)}
+    bars = bars or {name: (name,) for name in sorted(known)}
     widths = [len(part) for part in parts]
     figure, axes = plt.subplots(
-        2, len(parts), figsize=(2.5 + 1.15 * sum(widths), 6), sharex="col", sharey="row", squeeze=False,
-        layout="constrained", gridspec_kw={"width_ratios": widths},
+        2, len(parts), figsize=(max(6.0, 2 + 1.05 * sum(widths)), 6), sharex="col", sharey="row",
+        squeeze=False, layout="constrained", gridspec_kw={"width_ratios": widths},
     )  # fmt: skip
-    width = 0.86 / max(len(names), 1)
+    width = 0.86 / max(len(bars), 1)
     for line, (direction, title) in zip(axes, (("fwd", "forward"), ("bwd", "backward")), strict=True):
-        line[0].set_ylabel(f"{title} TFLOP/s")
+        line[0].set_ylabel(f"{title}, TFLOP/s")
         for axis, cases in zip(line, parts, strict=True):
-            for index, name in enumerate(names):
-                heights = [p.get(name, {}).get(direction, {}).get("tflops") or 0 for p in cases.values()]
-                places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(cases))]
-                axis.bar(places, heights, width, label=name, color=COLORS.get(name))
-            labels = [case.replace("(131, ", "(131,").replace(", ", "\n") for case in cases]
-            axis.set_xticks(range(len(cases)), labels, fontsize=7)
+            there = [[head for head, names in bars.items() if _best(p, names)] for p in cases.values()]
+            for head, names in bars.items():
+                own = [(i, p) for i, p in enumerate(cases.values()) if head in there[i]]
+                heights = [_best(p, names).get(direction, {}).get("tflops") or 0 for _, p in own]
+                places = [i + (there[i].index(head) - (len(there[i]) - 1) / 2) * width for i, _ in own]
+                axis.bar(places, heights, width, label=head, color=COLORS.get(head))
+            axis.set_xticks(range(len(cases)), map(tick, cases), fontsize=7)
+            axis.grid(axis="y", alpha=0.3)
+            axis.set_axisbelow(True)
             axis.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=7, ncols=5, frameon=False, loc="outside upper center")
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(),
+        fontsize=8,
+        ncols=4,
+        frameon=False,
+        loc="outside upper center",
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)

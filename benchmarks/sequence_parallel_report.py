@@ -177,6 +177,11 @@ def draw(rows: Rows, path: Path) -> None:
         further = sorted({*(s for s in models if s > 1), *PREDICTED}) if any(s > 1 for s in models) else []
         values = [predicted(models, s, prompt_len, tokens) for s in further]
         right.plot(further, values, "--", color=color)
+    sizes = sorted({row["sp"] for row in measured(rows)})
+    left.set_xticks(sizes, list(map(str, sizes)))
+    low, high = left.get_ylim()
+    ticks = [4**power for power in range(12) if low <= 4**power <= high]
+    left.set_yticks(ticks, list(map(str, ticks)))
     left.set(
         xlabel="GPUs", ylabel="forward + backward, ms", title="dotted: ideal; x: replicated, FlashAttention-2"
     )

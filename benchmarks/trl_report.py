@@ -155,7 +155,7 @@ def draw_updates(rows: Rows, path: Path) -> None:
         names = ["{groups}: {P},{N},{R}".format(**c["trl-shared"]["case"]) for c in own]
         at = range(len(own))
         gains = [speedup(c) or 0.0 for c in own]
-        for bound, colour, label in ((False, "#1f6fb2", "measured"), (True, "#a9c6e0", "bound by the host")):
+        for bound, colour, label in ((False, "#1f4e9c", "measured"), (True, "#a9c6ec", "bound by the host")):
             found = [i for i in at if host_bound(own[i]) is bound]
             if found:
                 axis.bar(found, [gains[i] for i in found], color=colour, label=label)

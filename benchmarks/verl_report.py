@@ -110,14 +110,15 @@ def draw(rows: Rows, path: Path) -> None:
     names = [f"{name_of(c['shared'])}\n{c['shared']['pass']}" for c in own]
     figure, axis = plt.subplots(figsize=(7.5, 0.9 + 0.42 * len(own)), layout="constrained")
     at = range(len(own))
-    axis.barh(at, [speedup(cell, OWN) for cell in own], color="#1f6fb2", label="measured")
+    axis.barh(at, [speedup(cell, OWN) for cell in own], color="#1f4e9c", label="measured")
     ratios = [cell["shared"]["flop_ratio"] for cell in own]
     axis.plot(ratios, at, "|", color="black", markersize=14, label="ratio of FLOPs")
     axis.axvline(1, color="#888888", linewidth=0.8)
     axis.set_yticks(at, names, fontsize=7)
+    axis.margins(y=0.01)
     axis.invert_yaxis()
     axis.set_xlabel("times as fast as veRL's own path")
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, loc="upper right")
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     plt.close(figure)

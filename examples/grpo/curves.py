@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"replicated": "#888888", "shared": "#1f6fb2"}
+COLOURS = {"replicated": "#888888", "shared": "#1f4e9c"}
 WINDOW = 5  # steps of the running mean
 
 

@@ -98,11 +98,11 @@ def plot(record: dict[str, Any], path: Path) -> None:
     names = list(record["variants"])
     variants = [record["variants"][name] for name in names]
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), width_ratios=[1, 1.4], layout="constrained")
-    bars = left.bar(names, [v["tokens"] for v in variants], color=["#b0b7c3", "#2f6fde"])
+    bars = left.bar(names, [v["tokens"] for v in variants], color=["#b0b7c3", "#1f4e9c"])
     left.bar_label(bars, [f"{v['tokens']:,}" for v in variants])
     left.set_title("tokens through the model")
     base = [0.0, 0.0]
-    for phase, color in zip(variants[0]["seconds"], ("#7aa6f0", "#2f6fde", "#e0a030"), strict=True):
+    for phase, color in zip(variants[0]["seconds"], ("#5b8fd6", "#1f4e9c", "#e0a030"), strict=True):
         seconds = [v["seconds"][phase] for v in variants]
         bars = right.bar(names, seconds, bottom=base, label=phase, color=color)
         base = [b + s for b, s in zip(base, seconds, strict=True)]
