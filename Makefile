@@ -53,7 +53,7 @@ wheel: $(VENV)/dev.stamp  ## build dist/*.whl (CUDA library as for install)
 	$(BIN)/python -m build --wheel --no-isolation $(ARGS)
 
 kernels: $(VENV)/dev.stamp  ## compile one kernel per arch and pass, read the compiler's report and the machine code (nvcc, no GPU); interpret and compile the Triton kernels
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_decode.py tests/test_cross_entropy.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_decode.py tests/test_cross_entropy.py tests/test_triton.py
 	$(BIN)/python tests/compile_decode.py
 	$(BIN)/python csrc/flash_attn/kernels.py --archs "80;90" --gpus "80;90" --head-dims 64 --dtypes bf16 --strict --out build/check
 	$(BIN)/python tests/check_library.py build/check/_C.so

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-import flash_attn
 from flash_attn import _cross_entropy
 from flash_attn._cross_entropy import cross_entropy
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
@@ -243,17 +241,3 @@ def test_columns_that_do_not_stand_side_by_side_run_in_pytorch(kernels: list[str
     turned = x.detach().t().contiguous().t().requires_grad_()
     torch.testing.assert_close(cross_entropy(turned, labels)[0], cross_entropy(x, labels)[0])
     assert kernels == ["torch", "triton"]
-
-
-def test_without_triton_it_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "flash_attn._cross_entropy_kernel", raising=False)
-    monkeypatch.delattr(flash_attn, "_cross_entropy_kernel", raising=False)
-    _cross_entropy._module.cache_clear()
-    with caplog.at_level("WARNING", "flash_attn"):
-        assert _cross_entropy._module() is None and _cross_entropy._module() is None
-    _cross_entropy._module.cache_clear()
-    (record,) = caplog.records
-    assert record.getMessage().startswith("flash_attn's cross entropy runs in PyTorch, because Triton")
