@@ -22,6 +22,11 @@ _OF_THE_WHOLE = frozenset(
 )  # fmt: skip
 
 
+# What the rows of one rank have in common with the whole pack.
+_COPIED = ("prompt_lens", "response_lens", "boundary", "num_groups", "num_responses", "num_response_tokens",
+           "num_segments")  # fmt: skip
+
+
 class ShardedLayout(SharedPromptLayout):
     """The rows of `whole`, a pack's layout, that this rank of `sp_group` holds.
 
@@ -40,7 +45,7 @@ class ShardedLayout(SharedPromptLayout):
         "context", "is_padding", "method", "num_chunks", "num_own_rows", "place", "rank", "row_counts",
         "rows", "sp_group", "whole",
     )  # fmt: skip
-    _moved = ("rows", "is_padding", "position_ids", "multiplicity")
+    _tensor_names = ("rows", "is_padding", "position_ids", "multiplicity")
 
     whole: SharedPromptLayout
     sp_group: dist.ProcessGroup
@@ -92,14 +97,10 @@ def _moved(layout: ShardedLayout, whole: SharedPromptLayout) -> ShardedLayout:
     names = (*_COPIED, "sp_group", "method", "num_chunks", "rank", "num_own_rows", "row_counts", "place",
              "num_rows", "total", "capacities")  # fmt: skip
     moved._set(**{name: getattr(layout, name) for name in names})
-    moved._set(**{name: move(getattr(layout, name), whole.device) for name in ShardedLayout._moved})
+    moved._set(**{name: move(getattr(layout, name), whole.device) for name in ShardedLayout._tensor_names})
     context = None if layout.context is None else layout.context.to(whole.device)
     moved._set(whole=whole, device=whole.device, context=context, _plans={})
     return moved
-
-
-_COPIED = ("prompt_lens", "response_lens", "boundary", "num_groups", "num_responses", "num_response_tokens",
-           "num_segments")  # fmt: skip
 
 
 def check_arguments(layout: Any, group: Any, method: str, num_chunks: int) -> None:

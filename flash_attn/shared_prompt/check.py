@@ -222,58 +222,87 @@ def _noise(low: Mapping[str, tuple[float, float]], scales: Mapping[str, float]) 
 
 
 def _compare(steps: Steps) -> CheckResult:
+    """The replicated step in fp64 (fp32 where that does not run) is the reference. The packed step is held
+    against it there, in fp64 only, and in the model's own precision."""
     own = next(iter(steps.named.values())).dtype
-    notes: list[str] = []
-    rows: list[CheckRow] = []
-    seconds: dict[str, float] = {}
-
-    def timed(
-        name: str, step: Callable[[str], dict[str, torch.Tensor]], precision: str
-    ) -> dict[str, torch.Tensor]:
-        begin = time.perf_counter()
-        found = step(precision) | _gradients(steps.named)
-        seconds[f"{name} {precision}"] = time.perf_counter() - begin
-        return found
-
-    reference, high = None, own
+    runs = _Runs(steps, own)
+    reference = None
     for high in [torch.float64] if own in (torch.float64, torch.float32) else [torch.float64, torch.float32]:
-        name = str(high).removeprefix("torch.")
         with Precision(steps.model, steps.named, high):
-            try:
-                found = timed("replicated", steps.run_replicated, name)
-            except (RuntimeError, TypeError) as error:
-                if high == own:
-                    raise
-                notes.append(f"the replicated step did not run in {name}: {error}")
-                continue
-            reference = {key: value.detach().to(torch.float64, copy=True) for key, value in found.items()}
-            del found
-            if not any(true.any() for key, true in reference.items() if key.startswith("grad ")):
-                raise ValueError(
-                    "loss must have a gradient, got 0 for every parameter in the replicated step"
-                )
-            if high != torch.float64:
-                break
-            try:
-                errors = _errors(timed("packed", steps.run_packed, name), reference)
-            except (RuntimeError, TypeError) as error:
-                if high == own:
-                    raise
-                notes.append(f"the packed step did not run in {name}: {error}")
-                break
-            scales = _scales(reference)
-            rows += [CheckRow(key, name, e[0], e[1] / scales[key], PARITY) for key, e in errors.items()]
+            reference = runs.reference(high)
+            if reference is not None and high == torch.float64:
+                runs.add_parity(high, reference)
+        if reference is not None:
             break
     if reference is None:
-        raise NotImplementedError(f"no precision above {own} runs, so there is no reference: {notes[-1]}")
+        raise NotImplementedError(
+            f"no precision above {own} runs, so there is no reference: {runs.notes[-1]}"
+        )
     if high != own:
-        name, scales = str(own).removeprefix("torch."), _scales(reference)
-        noise = _noise(_errors(timed("replicated", steps.run_replicated, name), reference), scales)
-        errors = _errors(timed("packed", steps.run_packed, name), reference)
-        for key, (max_abs, norm) in errors.items():
-            tolerance = 2 * noise[key] + torch.finfo(own).eps
-            rows.append(CheckRow(key, name, max_abs, norm / scales[key], tolerance))
+        runs.add_own(reference)
     packed = steps.packed
     return CheckResult(
-        tuple(rows), tuple(notes), packed.num_packed_tokens, packed.num_replicated_tokens, seconds
-    )
+        tuple(runs.rows), tuple(runs.notes), packed.num_packed_tokens, packed.num_replicated_tokens,
+        runs.seconds,
+    )  # fmt: skip
+
+
+class _Runs:
+    """The steps that were run, and what they found."""
+
+    def __init__(self, steps: Steps, own: torch.dtype) -> None:
+        self.steps, self.own = steps, own
+        self.notes: list[str] = []
+        self.rows: list[CheckRow] = []
+        self.seconds: dict[str, float] = {}
+
+    def reference(self, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
+        """What the replicated step gives, in fp64; None, with a note, where it does not run in `dtype`."""
+        found = self._tried("replicated", self.steps.run_replicated, dtype)
+        if found is None:
+            return None
+        reference = {key: value.detach().to(torch.float64, copy=True) for key, value in found.items()}
+        if not any(true.any() for key, true in reference.items() if key.startswith("grad ")):
+            raise ValueError("loss must have a gradient, got 0 for every parameter in the replicated step")
+        return reference
+
+    def add_parity(self, dtype: torch.dtype, reference: Mapping[str, torch.Tensor]) -> None:
+        """Rows of the packed step in the reference's own precision."""
+        found = self._tried("packed", self.steps.run_packed, dtype)
+        if found is not None:
+            scales = _scales(reference)
+            for key, (max_abs, norm) in _errors(found, reference).items():
+                self.rows.append(CheckRow(key, _short(dtype), max_abs, norm / scales[key], PARITY))
+
+    def add_own(self, reference: Mapping[str, torch.Tensor]) -> None:
+        """Rows of the packed step in the model's precision: within the rounding of the replicated step."""
+        scales = _scales(reference)
+        low = _errors(self._run("replicated", self.steps.run_replicated, self.own), reference)
+        noise = _noise(low, scales)
+        errors = _errors(self._run("packed", self.steps.run_packed, self.own), reference)
+        for key, (max_abs, norm) in errors.items():
+            tolerance = 2 * noise[key] + torch.finfo(self.own).eps
+            self.rows.append(CheckRow(key, _short(self.own), max_abs, norm / scales[key], tolerance))
+
+    def _tried(self, name: str, step: _Step, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
+        """The step's results; None, with a note, where it does not run in a precision above the model's."""
+        try:
+            return self._run(name, step, dtype)
+        except (RuntimeError, TypeError) as error:
+            if dtype == self.own:
+                raise
+            self.notes.append(f"the {name} step did not run in {_short(dtype)}: {error}")
+            return None
+
+    def _run(self, name: str, step: _Step, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        begin = time.perf_counter()
+        found = step(_short(dtype)) | _gradients(self.steps.named)
+        self.seconds[f"{name} {_short(dtype)}"] = time.perf_counter() - begin
+        return found
+
+
+_Step = Callable[[str], dict[str, torch.Tensor]]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -35,6 +35,8 @@ class PackedBatch:
       (B, response width): index into `labels` of each response token, -1 where masked.
     - `rows`: per group the caller's rows. `row_lens`: per caller row (prompt, response) tokens, masked ones
       left out.
+    - `row_labels` (T,): the token that each pack row must predict, -100 where none (`shift_labels`).
+    - `list_lens`: where rows came as lists, per caller row (prompt, response) tokens, masked ones included.
 
     All indices are int64. With capacities all (T,) and (n,) tensors are (max_total,): ids, positions and
     indices 0 and labels -100 behind the batch's own.
