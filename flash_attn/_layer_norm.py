@@ -19,17 +19,16 @@ def _dropped(x: Tensor, p: float, masked: bool) -> tuple[Tensor, Tensor | None]:
     return torch.where(keep, x / (1 - p), 0.0), keep if masked else None
 
 
-def _normalised(x: Tensor, eps: float, is_rms_norm: bool) -> Tensor:
-    if is_rms_norm:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return F.layer_norm(x, x.shape[-1:], eps=eps)
-
-
-def _affine(
-    x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool, dtype: torch.dtype
-) -> Tensor:
-    x = x * (weight.to(x.dtype) + 1.0 if zero_centered else weight.to(x.dtype))
-    return (x if bias is None else x + bias.to(x.dtype)).to(dtype)
+def _normalised(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms_norm: bool, zero_centered: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    weight = weight.to(x.dtype) + 1.0 if zero_centered else weight.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    if not is_rms_norm:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
+    y = F.rms_norm(x, x.shape[-1:], weight, eps)
+    return (y if bias is None else y + bias).to(dtype)
 
 
 def layer_norm_fn(
@@ -69,13 +68,12 @@ def layer_norm_fn(
         total = total + residual.to(wide)
     kept = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
     r = total.to(kept)
-    unit = _normalised(total, eps, is_rms_norm)
-    dtype = x.dtype if out_dtype is None else out_dtype
-    results: list[Tensor | None] = [_affine(unit, weight, bias, zero_centered_weight, dtype)]
+    how = (eps, is_rms_norm, zero_centered_weight, x.dtype if out_dtype is None else out_dtype)
+    results: list[Tensor | None] = [_normalised(total, weight, bias, *how)]
     if out is not None:
         results[0] = out.copy_(results[0])  # type: ignore[arg-type]
     if weight1 is not None:
-        results.append(_affine(unit, weight1, bias1, zero_centered_weight, dtype))
+        results.append(_normalised(total, weight1, bias1, *how))
     if prenorm:
         results.append(r if residual_out is None else residual_out.copy_(r))
     if return_dropout_mask:
