@@ -7,6 +7,7 @@ library are not measured again, rows of another stand until they are.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ def measured(row: dict[str, Any]) -> str:
     return json.dumps([row["case"], row["provider"], row.get("pass"), row.get("graph", False)])
 
 
-def merged(old: Rows, new: Rows) -> Rows:
+def merged(old: Rows, new: Rows, key: Callable[[dict[str, Any]], str] = measured) -> Rows:
     """`old` with the measurements of `new` in their places, then what `new` alone has."""
-    fresh = {measured(row): row for row in new}
-    placed = [fresh.pop(measured(row), row) for row in old]
+    fresh = {key(row): row for row in new}
+    placed = [fresh.pop(key(row), row) for row in old]
     return placed + list(fresh.values())

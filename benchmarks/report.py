@@ -142,8 +142,18 @@ def trl_training(data: dict[str, Any]) -> str:
     return trl_report.training(data, markdown_table)
 
 
+def trl_agreement(data: dict[str, Any]) -> str:
+    """How far both ways of training agree."""
+    return trl_report.agreement_text(data)
+
+
 def trl_updates(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/trl_updates.py`: times of the policy update."""
+    """`benchmarks/trl_updates.py`: speed of the policy update against what FLOPs predict."""
+    return trl_report.summary(rows)
+
+
+def trl_update_tables(rows: list[dict[str, Any]]) -> str:
+    """Every cell of it."""
     return trl_report.updates(rows, markdown_table)
 
 
@@ -159,12 +169,22 @@ def gemma4_stack(record: dict[str, Any]) -> str:
 
 def sequence_parallel(rows: list[dict[str, Any]]) -> str:
     """`benchmarks/sequence_parallel.py`: an attention layer over several GPUs."""
+    return sp_report.summary(rows, markdown_table)
+
+
+def sequence_parallel_tables(rows: list[dict[str, Any]]) -> str:
+    """Every way of it, and the memory model."""
     return sp_report.text(rows, markdown_table)
 
 
 def verl_updates(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/verl_updates.py`: passes of veRL's worker."""
+    """`benchmarks/verl_updates.py`: policy updates of veRL's worker."""
     return verl_report.text(rows, markdown_table)
+
+
+def verl_passes(rows: list[dict[str, Any]]) -> str:
+    """Every pass of it."""
+    return verl_report.passes(rows, markdown_table)
 
 
 def decode(rows: list[dict[str, Any]]) -> str:
@@ -187,13 +207,17 @@ BLOCKS = {
         Block("gpu_tests", "*/tests*.json", gpu_tests, None, OWN),
         Block("sanitizer", "*/sanitizer.json", sanitizer, None, OWN),
         Block("build_time", "cpu/build.json", build_time, None, OWN),
-        Block("gemma4_layers", "*/gemma4_layers.json", gemma4_layers, kernel_report.draw),
+        Block("gemma4_layers", "*/gemma4_layers.json", gemma4_layers, kernel_report.draw, OWN),
         Block("gemma4_stack", "*/gemma4_stack.json", gemma4_stack, gemma4.draw),
         Block("decode", "*/decode.json", decode, None),
         Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
+        Block("sequence_parallel_tables", "*/sequence_parallel.json", sequence_parallel_tables, None, OWN),
         Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
+        Block("trl_agreement", "*/trl_training.json", trl_agreement, None, OWN),
         Block("trl_updates", "*/trl_updates.json", trl_updates, trl_report.draw_updates),
+        Block("trl_update_tables", "*/trl_updates.json", trl_update_tables, None, OWN),
         Block("verl_updates", "*/verl_updates.json", verl_updates, verl_report.draw),
+        Block("verl_passes", "*/verl_updates.json", verl_passes, None, OWN),
     )
 }
 

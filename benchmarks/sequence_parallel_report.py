@@ -1,4 +1,4 @@
-"""Table, memory model and plot of what sequence_parallel.py wrote. report.py puts them into the README.
+"""Table, memory model and plot of what sequence_parallel.py wrote. report.py puts them into the documents.
 
 Memory of the attention layer on one of SP GPUs:  M0 + c_P P + c_R N R  (GiB), fitted for each SP by least
 squares. Everything that grows is spread, so that on more GPUs than were measured c shrinks as 1 / SP.
@@ -6,6 +6,7 @@ squares. Everything that grows is spread, so that on more GPUs than were measure
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,6 +129,35 @@ to the queries; `fa2-replicated`: a prompt per response, spread by heads, torch'
 {tables}
 
 {memory_text(rows, markdown_table)}"""
+
+
+def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
+    """A line a prompt length: one GPU, all of them, replicated."""
+    first, c = rows[0], rows[0]["case"]
+    most = max(row["sp"] for row in rows)
+    many, copied = gpus(most), "FA2 replicated"
+    lines: list[tuple[str, ...]] = [(
+        "P", "1 GPU, ms", f"{many}, ms", "efficiency", f"{copied}, {many}, ms", "GiB of a GPU", f"{copied}, GiB",
+    )]  # fmt: skip
+    for (prompt_len, _), own in by_prompt(rows).items():
+        timed = measured(own)
+        one = next((r for r in timed if r["provider"] == "ours"), {})
+        spread = [r for r in timed if r["sp"] == most and r["provider"] in FITTED]
+        best = min(spread, key=lambda r: r["time_ms"], default={})
+        peaks = [r["peak_gib"] for r in spread if r["peak_gib"]]
+        copies = next((r for r in timed if r["sp"] == most and "replicated" in r["provider"]), {})
+        share = efficiency(best, own) if best else None
+        lines.append((
+            f"{prompt_len // 1024}K", *(f"{r['time_ms']:.0f}" if r else "-" for r in (one, best)),
+            f"{share:.0%}" if share else "-", f"{copies['time_ms']:,.0f}" if copies else "-",
+            f"{min(peaks):.1f}" if peaks else "-",
+            f"{copies['peak_gib']:.1f}" if copies.get("peak_gib") else "-",
+        ))  # fmt: skip
+    head = f"Forward and backward of one attention layer, N={max(r['case']['N'] for r in rows)}, R={c['R']}, "
+    head += f"H={c['H']}, Hk={c['Hk']}, d={c['d']}, {c['dtype']}; {first['gpu']}, torch {first['torch']}, "
+    head += f"{first['date']}{library_of(rows)}. Efficiency: time of one GPU / (GPUs x time). "
+    head += "`benchmarks/README.md` has every way and the memory model."
+    return f"{textwrap.fill(head, 110, break_on_hyphens=False)}\n\n{markdown_table(lines)}"
 
 
 def memory_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:

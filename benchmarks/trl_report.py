@@ -1,8 +1,9 @@
 """Tables and plots of the TRL runs: training both ways (examples/grpo_reasoning_gym.py), and times of the
-policy update (trl_updates.py). report.py puts them into the README."""
+policy update (trl_updates.py). report.py puts them into the documents."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,7 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def updates(rows: Rows, table: Table) -> str:
-    """A table per model, and what holds over all cells."""
-    first = rows[0]
+    """A table per model."""
     parts = []
     for model in dict.fromkeys(row["case"]["model"] for row in rows):
         own = [cell for cell in cells(rows) if cell["trl-shared"]["case"]["model"] == model]
@@ -99,18 +99,25 @@ def updates(rows: Rows, table: Table) -> str:
                 _gib(shared), _gib(flash),
             ))  # fmt: skip
         parts.append(table(lines))
-    tables, date = "\n\n".join(parts), f"{first['date']}{library_of(rows)}"
+    tables = "\n\n".join(parts)
     return f"""\
-{first["gpu"]}, driver {first["driver"]}, CUDA {first["cuda"]}, torch {first["torch"]}, {date}: loss
-and backward in TRL's trainer, random weights and tokens, bf16, medians of interleaved rounds. Both ways run
-in micro-batches of as many tokens at most, replicated rows or whole shared groups (*: some of the equal
-micro-batches were run, and the time scaled; †: one round). The prediction is the ratio of executed FLOPs;
-Qwen3 runs with checkpointing. "(host)": launching the shared update takes the host longer than the
-prediction leaves it. "planner" is the verdict of the calibrated cost model (FLOPs: not calibrated).
+Medians of interleaved rounds. Both ways run in micro-batches of as many tokens at most, replicated rows or
+whole shared groups (*: some of the equal micro-batches were run, and the time scaled; †: one round). The
+prediction is the ratio of executed FLOPs; Qwen3 runs with checkpointing. "(host)": launching the shared
+update takes the host longer than the prediction leaves it. "planner" is the verdict of the calibrated cost
+model (FLOPs: not calibrated).
 
-{tables}
+{tables}"""
 
-{_summary(rows)}"""
+
+def summary(rows: Rows) -> str:
+    """What was run, and what holds over all cells."""
+    first = rows[0]
+    date = f"{first['date']}{library_of(rows)}"
+    head = f"{first['gpu']}, driver {first['driver']}, CUDA {first['cuda']}, torch {first['torch']}, {date}: "
+    head += "loss and backward in TRL's trainer, random weights and tokens, bf16; predicted: the ratio of "
+    head += "executed FLOPs. `benchmarks/README.md` has every cell."
+    return f"{textwrap.fill(head, 110, break_on_hyphens=False)}\n\n{_summary(rows)}"
 
 
 def _summary(rows: Rows) -> str:
@@ -173,8 +180,8 @@ def draw_updates(rows: Rows, path: Path) -> None:
 
 
 def training(data: dict[str, Any], table: Table) -> str:
-    """Rewards, seconds and agreement of the runs of `write_json`."""
-    from grpo.curves import agreement, from_json, summary
+    """Rewards and seconds of the runs of `write_json`."""
+    from grpo.curves import from_json, summary
 
     runs, machine = from_json(data), data["machine"]
     s = runs[0].settings
@@ -188,45 +195,50 @@ def training(data: dict[str, Any], table: Table) -> str:
             variant, " ".join(f"{x:.2f}" for x in first), " ".join(f"{x:.2f}" for x in last),
             f"{found['median_update_seconds']:.2f}", f"{found['median_step_seconds']:.2f}", f"{peak:.1f}",
         ))  # fmt: skip
+    seeds = ", ".join(str(x) for x in sorted({run.settings["seed"] for run in runs}))
+    counts = {v: [len(run.steps) for run in runs if run.variant == v] for v in summary(runs)}
+    steps = ", ".join(f"{_span(own)} steps {variant}" for variant, own in counts.items())
+    date = f"{machine['date']}{library_of([machine])}"
+    head = f"{s['loss_type'].upper()} training of {s['model']} on reasoning-gym's {s['task']}, {steps}, "
+    head += f"{s['num_prompts']} x {s['num_responses']} responses a step to prompts of about "
+    head += f"{s['prompt_length']} tokens, seeds {seeds} each way with the same prompts, bf16 autocast; "
+    head += f"{machine['device']}, torch {machine['torch']}, transformers {machine['transformers']}, {date}. "
+    head += "All runs shared the GPU until the faster ones had ended: seconds say roughly how the two ways "
+    head += "compare, no more."
+    return f"{textwrap.fill(head, 110, break_on_hyphens=False)}\n\n{table(lines)}"
+
+
+def agreement_text(data: dict[str, Any]) -> str:
+    """How far the two ways of training agree, beside how far seeds do."""
+    from grpo.curves import agreement, from_json, summary
+
+    runs = from_json(data)
+    s = runs[0].settings
     sentences = []
     for name in ("reward", "loss", "grad_norm"):
         values = agreement(runs, name)
         if values is not None:
             sentences.append(
-                f"{NAMES[name]}: two runs of a seed differ by {values['same_seed']:.2g} on average,\n"
-                f"replicated runs of two seeds by {values['other_seed']:.2g}; the mean of the shared runs\n"
-                f"lies between the replicated runs at {values['inside']:.0%} of the steps."
+                f"- {NAMES[name]}: two runs of a seed differ by {values['same_seed']:.2g} on average,\n"
+                f"  replicated runs of two seeds by {values['other_seed']:.2g}; the mean of the shared runs\n"
+                f"  lies between the replicated runs at {values['inside']:.0%} of the steps."
             )
     if sentences and len({run.settings["seed"] for run in runs}) == 3:
         sentences.append(
-            "Where chance alone makes the difference, the mean of three lies between three others at 63%\n"
-            "of the steps (normally distributed values)."
+            "- Where chance alone makes the difference, the mean of three lies between three others at 63%\n"
+            "  of the steps (normally distributed values)."
         )
     for variant, found in summary(runs).items():
         first, last = found["first_rewards"], found["last_rewards"]
         gain = sum(last) / len(last) - sum(first) / len(first)
         sentences.append(
-            f"Learning, {variant}: the mean reward rises by {gain:.2f}, seeds end within\n"
-            f"{max(last) - min(last):.2f} of each other."
+            f"- Learning, {variant}: the mean reward rises by {gain:.2f}, seeds end within\n"
+            f"  {max(last) - min(last):.2f} of each other."
         )
-    seeds = ", ".join(str(x) for x in sorted({run.settings["seed"] for run in runs}))
-    learned = "\n".join(sentences)
-    counts = {v: [len(run.steps) for run in runs if run.variant == v] for v in summary(runs)}
-    steps = ", ".join(f"{_span(own)} steps {variant}" for variant, own in counts.items())
     credit = s.get("word_credit", 0.0)
-    date = f"{machine['date']}{library_of([machine])}"
-    reward = f" ({credit:.0%} of the reward for the right words in any order)" if credit else ""
-    return f"""\
-{s["loss_type"].upper()} training of {s["model"]} on reasoning-gym's {s["task"]}{reward}:
-{steps}; a step has {s["num_prompts"]} x {s["num_responses"]} responses to prompts of about
-{s["prompt_length"]} tokens; temperature {s["temperature"]:g}, learning rate {s["learning_rate"]:g}, bf16
-autocast, seeds {seeds} each way, with the same prompts; {machine["device"]}, torch {machine["torch"]},
-transformers {machine["transformers"]}, {date}. All runs shared the GPU until the
-faster ones had ended: seconds say roughly how the two ways compare, no more.
-
-{table(lines)}
-
-{learned}"""
+    reward = f", {credit:.0%} of the reward for the right words in any order" if credit else ""
+    head = f"Temperature {s['temperature']:g}, learning rate {s['learning_rate']:g}{reward}."
+    return head + "\n\n" + "\n".join(sentences)
 
 
 def _span(values: list[int]) -> str:

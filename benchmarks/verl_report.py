@@ -1,5 +1,5 @@
 """Table and plot of what verl_updates.py wrote: passes of veRL's real worker, shared and replicated.
-report.py puts them into the README."""
+report.py puts them into the documents."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def largest(rows: Rows) -> str:
     return f"\n\nLargest micro-batch of a policy update: {'; '.join(parts)}." if parts else ""
 
 
-def text(rows: Rows, table: Table) -> str:
-    """The table, and what was run."""
+def table_of(own: list[dict[str, dict[str, Any]]], table: Table) -> str:
+    """A line a pass."""
     lines: list[tuple[str, ...]] = [(
         "", "shared s", "veRL s", "veRL, torch's FA2 s", "speed-up", "FLOPs", "of FLOPs",
         "over torch's FA2", "shared GiB", "veRL GiB",
     )]  # fmt: skip
-    for cell in cells(rows):
+    for cell in own:
         shared = cell["shared"]
         gain, over_torch = speedup(cell, OWN), speedup(cell, TORCH)
         ratio = shared["flop_ratio"]
@@ -87,6 +87,17 @@ def text(rows: Rows, table: Table) -> str:
             "-" if over_torch is None else f"{over_torch:.2f}x",
             *(_number(cell.get(p), "peak_gib", ".1f") for p in ("shared", OWN)),
         ))  # fmt: skip
+    return table(lines)
+
+
+def passes(rows: Rows, table: Table) -> str:
+    """Every pass."""
+    return table_of(cells(rows), table)
+
+
+def text(rows: Rows, table: Table) -> str:
+    """Policy updates, and what was run."""
+    updates = [cell for cell in cells(rows) if cell["shared"]["pass"] == "policy_update"]
     first = rows[0]
     date = f"{first['date']}{library_of(rows)}"
     lens = [length for row in rows for own in row["response_lens"] for length in own]
@@ -96,9 +107,9 @@ veRL's TrainingWorker on FSDP2, random weights, bf16 (optimizer states too), gra
 a micro-batch, a prompt of {first["prompt_len"]:,} tokens and responses of {min(lens):,} to {max(lens):,}.
 "veRL" is its own path with this package's `flash_attention_2`, and the speed-up is over it; "FLOPs" is how
 many times as many that path executes. A policy update is loss, backward and optimizer step. Medians of 1 to 3
-runs after one to warm up; *: that first run.
+runs after one to warm up; *: that first run. `benchmarks/README.md` has the log-probs too.
 
-{table(lines)}{largest(rows)}"""
+{table_of(updates, table)}{largest(rows)}"""
 
 
 def draw(rows: Rows, path: Path) -> None:

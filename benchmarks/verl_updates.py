@@ -6,13 +6,15 @@
 One worker on a model of the named shape and random weights (nothing is read from disk); a mini-batch is
 `--num-micro-batches` groups of as many rows as the micro-batch holds, per data-parallel rank. Providers are
 this plug-in, and veRL's own path with the attention named. FLOPs are counted from the shapes: `flop_ratio`
-is what a replicated pass executes over what the shared one does.
+is what a replicated pass executes over what the shared one does. --out adds to a file: rows of what is
+measured again take the old ones' places.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import sys
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from records import write_rows  # noqa: E402
+from records import merged, read_rows, write_rows  # noqa: E402
 from run import environment  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -108,7 +111,9 @@ def start_processes() -> None:
     if on_gpu:
         torch.set_num_threads(1)  # what Ray and torchrun give a worker
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    # Where one process alone runs out of memory the others wait for it: not for longer than this.
+    limit = timedelta(minutes=5)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=limit)
     if not on_gpu:
         sys.path.insert(0, str(ROOT / "examples" / "verl"))
         import cpu_platform  # noqa: F401
@@ -360,6 +365,13 @@ def measure(
         yield row
 
 
+def measured(row: dict[str, Any]) -> str:
+    """What a row is a measurement of."""
+    names: tuple[str, ...] = ("model", "num_layers", "provider", "pass", "micro_batch", "num_micro_batches")
+    names += ("prompt_len", "dp", "sp")
+    return json.dumps([row[name] for name in names])
+
+
 def agreed(bench: Bench, verdict: bool) -> bool:
     """Process 0's verdict, for all."""
     flag = torch.tensor([verdict], dtype=torch.int32, device=bench.device)
@@ -399,6 +411,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if is_first:
         print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
+    before = read_rows(options.out)
     deadline = begin + options.seconds
     for num_rows, provider, passes, repeats in plan(options, rows):
         if rows and not agreed(bench, time.perf_counter() < deadline):
@@ -408,7 +421,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             if is_first:
                 print_row(row, rows)
             if is_first and options.out:  # after every row: a run that is stopped keeps what it measured
-                write_rows(options.out, rows)
+                write_rows(options.out, merged(before, rows, measured))
         release(bench)
     torch.distributed.destroy_process_group()
     return rows
