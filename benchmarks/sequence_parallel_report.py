@@ -137,7 +137,8 @@ def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) 
     most = max(row["sp"] for row in rows)
     many, copied = gpus(most), "FA2 replicated"
     lines: list[tuple[str, ...]] = [(
-        "P", "1 GPU, ms", f"{many}, ms", "efficiency", f"{copied}, {many}, ms", "GiB of a GPU", f"{copied}, GiB",
+        "P", "1 GPU, ms", f"{many}, ms", "efficiency", f"{copied}, {many}, ms", "GiB of a GPU",
+        f"{copied}, GiB",
     )]  # fmt: skip
     for (prompt_len, _), own in by_prompt(rows).items():
         timed = measured(own)
