@@ -136,7 +136,7 @@ class SharedPromptLayout:
         "segments_host",
         "total",
     )  # fmt: skip
-    _tensor_names = (
+    _tensor_names: tuple[str, ...] = (
         "segments", "cu_seqlens", "position_ids", "multiplicity", "group_of_segment", "pred_index",
         "response_index", "cu_responses",
     )  # fmt: skip

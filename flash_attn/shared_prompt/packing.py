@@ -97,6 +97,14 @@ class PackedBatch:
         return replace(self, layout=layout, **moved)
 
 
+class _Columns(NamedTuple):
+    """The prompts' or the responses' part of the grid, (B, width) each."""
+
+    ids: torch.Tensor
+    kept: torch.Tensor  # attended tokens
+    exists: torch.Tensor  # all but a list's own padding
+
+
 class _Tokens(NamedTuple):
     """The kept tokens of the grid, row by row: what is left of the caller's batch once masked positions are
     gone.
@@ -108,6 +116,23 @@ class _Tokens(NamedTuple):
     prompt_lens: torch.Tensor  # (B,)
     response_lens: torch.Tensor  # (B,)
     begin: torch.Tensor  # (B,) first token of each row
+    grid_shape: torch.Size
+
+    @property
+    def row_lens(self) -> list[tuple[int, int]]:
+        """(prompt, response) tokens of each row."""
+        return list(zip(self.prompt_lens.tolist(), self.response_lens.tolist(), strict=True))
+
+    def prompts(self) -> list[torch.Tensor]:
+        """What makes a row's prompt its own: ids, and positions where the caller gave them."""
+        facts = self.ids if self.positions is None else torch.cat([self.ids[:, None], self.positions], 1)
+        spans = zip(self.begin.tolist(), self.prompt_lens.tolist(), strict=True)
+        return [facts[begin : begin + length] for begin, length in spans]
+
+    def lens_behind(self, groups: PromptGroups) -> list[list[int]]:
+        """Of each group's rows the tokens behind those that it shares."""
+        lens, grouped = self.row_lens, zip(groups.rows, groups.prefix_lens, strict=True)
+        return [[sum(lens[row]) - prefix for row in rows] for rows, prefix in grouped]
 
 
 def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -120,12 +145,9 @@ def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors | {n: p.reshape(t.shape) for (n, t), p in zip(on_gpu.items(), parts, strict=True)}
 
 
-def _ids_and_mask(
+def _columns(
     name: str, rows: Rows, mask_name: str, mask: Rows | None, given: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids (B, width), the mask of attended tokens, and the mask of tokens that exist (all but a list's own
-    padding).
-    """
+) -> _Columns:
     if isinstance(rows, torch.Tensor):
         ids, exists = given[name].long(), torch.ones(rows.shape, dtype=torch.bool)
     else:
@@ -137,7 +159,7 @@ def _ids_and_mask(
         raise ValueError(
             f"{name} must hold ids >= 0 where not masked, got {int(ids[row, column])} in row {row}"
         )
-    return ids, kept, exists
+    return _Columns(ids, kept, exists)
 
 
 def _positions(
@@ -171,6 +193,24 @@ def _positions(
         value, row = int(found[place].min()), int(kept.nonzero()[place, 0])
         raise ValueError(f"position_ids must be >= 0 where not masked, got {value} in row {row}")
     return found
+
+
+def _kept_tokens(
+    prompt: _Columns, response: _Columns, position_ids: Rows | None, given: dict[str, torch.Tensor]
+) -> _Tokens:
+    exists = torch.cat([prompt.exists, response.exists], 1)
+    kept = torch.cat([prompt.kept, response.kept], 1)
+    grid_index = kept.flatten().nonzero()[:, 0]
+    lens = kept.sum(1)
+    return _Tokens(
+        ids=torch.cat([prompt.ids, response.ids], 1).flatten().index_select(0, grid_index),
+        positions=None if position_ids is None else _positions(position_ids, given, exists, kept),
+        grid_index=grid_index,
+        prompt_lens=prompt.kept.sum(1),
+        response_lens=response.kept.sum(1),
+        begin=lens.cumsum(0) - lens,
+        grid_shape=kept.shape,
+    )
 
 
 def _ranges(begin: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
@@ -220,52 +260,20 @@ def pack(
     }
     _check_kinds(named)
     given = _to_host({name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
-    prompt_ids, prompt_kept, prompt_exists = _ids_and_mask(
-        "prompts", prompts, "prompt_mask", prompt_mask, given
-    )
-    response_ids, response_kept, response_exists = _ids_and_mask(
-        "responses", responses, "response_mask", response_mask, given
-    )
-    exists = torch.cat([prompt_exists, response_exists], 1)
-    kept = torch.cat([prompt_kept, response_kept], 1)
-    positions = None if position_ids is None else _positions(position_ids, given, exists, kept)
-    prompt_lens, response_lens = prompt_kept.sum(1), response_kept.sum(1)
-    grid_index = kept.flatten().nonzero()[:, 0]
-    tokens = _Tokens(
-        ids=torch.cat([prompt_ids, response_ids], 1).flatten().index_select(0, grid_index),
-        positions=positions,
-        grid_index=grid_index,
-        prompt_lens=prompt_lens,
-        response_lens=response_lens,
-        begin=(prompt_lens + response_lens).cumsum(0) - prompt_lens - response_lens,
-    )
-    prompt_part = (
-        tokens.ids if tokens.positions is None else torch.cat([tokens.ids[:, None], tokens.positions], 1)
-    )
-    groups = group_rows(
-        [prompt_part[b : b + n] for b, n in zip(tokens.begin.tolist(), prompt_lens.tolist(), strict=True)],
-        keys,
-        longest_common_prefix,
-        int(boundary == "fork"),
-    )
-    row_lens = list(zip(prompt_lens.tolist(), response_lens.tolist(), strict=True))
+    prompt = _columns("prompts", prompts, "prompt_mask", prompt_mask, given)
+    response = _columns("responses", responses, "response_mask", response_mask, given)
+    tokens = _kept_tokens(prompt, response, position_ids, given)
+    groups = group_rows(tokens.prompts(), keys, longest_common_prefix, int(boundary == "fork"))
     layout = SharedPromptLayout.from_lengths(
-        groups.prefix_lens,
-        [
-            [sum(row_lens[r]) - n for r in rows]
-            for rows, n in zip(groups.rows, groups.prefix_lens, strict=True)
-        ],
-        None,
-        boundary,
-        max_segments=max_segments,
-        max_total=max_total,
-    )
+        groups.prefix_lens, tokens.lens_behind(groups), None, boundary,
+        max_segments=max_segments, max_total=max_total,
+    )  # fmt: skip
     in_loss = None
     if loss_mask is not None:
-        in_loss = read_mask("loss_mask", given.get("loss_mask", loss_mask), "responses", response_exists)
-    packed = _assemble(tokens, groups, layout, kept.shape, prompt_ids.shape[1], in_loss, loss_on_prompt)
+        in_loss = read_mask("loss_mask", given.get("loss_mask", loss_mask), "responses", response.exists)
+    packed = _assemble(tokens, groups, layout, prompt.ids.shape[1], in_loss, loss_on_prompt)
     if not isinstance(prompts, torch.Tensor):
-        lens = zip(prompt_exists.sum(1).tolist(), response_exists.sum(1).tolist(), strict=True)
+        lens = zip(prompt.exists.sum(1).tolist(), response.exists.sum(1).tolist(), strict=True)
         packed = replace(packed, list_lens=tuple(lens))
     target = device if device is not None else getattr(prompts, "device", "cpu")
     return packed.to(target)
@@ -294,11 +302,39 @@ def _check_kinds(named: dict[str, Any]) -> None:
         raise ValueError(f"responses must have one row per prompt ({len(prompts)}), got {len(responses)}")
 
 
+def _pack_rows(
+    tokens: _Tokens, groups: PromptGroups, layout: SharedPromptLayout, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each kept token the pack row that holds it, and of each pack row the kept token that it holds: of
+    shared rows that of their group's first row. `order`: the rows in the order of the pack.
+    """
+    group_of = torch.repeat_interleave(torch.tensor([len(rows) for rows in groups.rows], dtype=torch.int64))
+    num_segments, num_groups = layout.num_segments, layout.num_groups
+    q_begin = layout.segments_host[:num_segments, 0].long()
+    is_prompt = torch.zeros(num_segments, dtype=torch.bool)
+    is_prompt[torch.arange(num_groups) + torch.tensor([0, *map(len, groups.rows)])[:-1].cumsum(0)] = True
+    context_lens = torch.tensor(groups.prefix_lens, dtype=torch.int64) - int(layout.boundary == "fork")
+
+    group_of_row, segment_begin = torch.empty_like(order), torch.empty_like(order)
+    group_of_row[order], segment_begin[order] = group_of, q_begin[~is_prompt]
+    context_len, context_begin = context_lens[group_of_row], q_begin[is_prompt][group_of_row]
+    own_lens = tokens.prompt_lens + tokens.response_lens - context_len
+    # One stretch of a row's tokens lies in the shared prompt, one in the row's own segment.
+    pack_row = _ranges(
+        torch.stack([context_begin, segment_begin], 1).flatten(),
+        torch.stack([context_len, own_lens], 1).flatten(),
+    )
+    first_rows = torch.tensor([rows[0] for rows in groups.rows], dtype=torch.int64)
+    held_begin, held_lens = torch.empty_like(q_begin), torch.empty_like(q_begin)
+    held_begin[is_prompt], held_lens[is_prompt] = tokens.begin[first_rows], context_lens
+    held_begin[~is_prompt], held_lens[~is_prompt] = (tokens.begin + context_len)[order], own_lens[order]
+    return pack_row, _ranges(held_begin, held_lens)
+
+
 def _assemble(
     tokens: _Tokens,
     groups: PromptGroups,
     layout: SharedPromptLayout,
-    grid_shape: torch.Size,
     prompt_width: int,
     in_loss: torch.Tensor | None,
     loss_on_prompt: bool,
@@ -306,33 +342,9 @@ def _assemble(
     """Every map between kept tokens, pack rows and the grid. A kept token is (row r, offset t); its index is
     begin[r] + t.
     """
-    fork = int(layout.boundary == "fork")
+    grid_shape = tokens.grid_shape
     order = torch.tensor([r for rows in groups.rows for r in rows], dtype=torch.int64)
-    group_of = torch.repeat_interleave(torch.tensor([len(rows) for rows in groups.rows], dtype=torch.int64))
-    num_segments, num_groups = layout.num_segments, layout.num_groups
-    q_begin = layout.segments_host[:num_segments, 0].long()
-    is_prompt = torch.zeros(num_segments, dtype=torch.bool)
-    is_prompt[torch.arange(num_groups) + torch.tensor([0, *map(len, groups.rows)])[:-1].cumsum(0)] = True
-    context_lens = torch.tensor(groups.prefix_lens, dtype=torch.int64) - fork
-
-    num_tokens = tokens.prompt_lens + tokens.response_lens
-    group_of_row, segment_begin = torch.empty_like(order), torch.empty_like(order)
-    group_of_row[order], segment_begin[order] = group_of, q_begin[~is_prompt]
-    context_len, context_begin = context_lens[group_of_row], q_begin[is_prompt][group_of_row]
-    # Each row's tokens, one stretch in the shared prompt and one in its own segment, as pack rows.
-    own_lens = num_tokens - context_len
-    pack_row = _ranges(
-        torch.stack([context_begin, segment_begin], 1).flatten(),
-        torch.stack([context_len, own_lens], 1).flatten(),
-    )
-
-    # The kept token that a pack row holds; shared rows hold that of their group's first row.
-    first_rows = torch.tensor([rows[0] for rows in groups.rows], dtype=torch.int64)
-    held_begin, held_lens = torch.empty_like(q_begin), torch.empty_like(q_begin)
-    held_begin[is_prompt], held_lens[is_prompt] = tokens.begin[first_rows], context_lens
-    held_begin[~is_prompt], held_lens[~is_prompt] = (tokens.begin + context_len)[order], own_lens[order]
-    holds = _ranges(held_begin, held_lens)
-
+    pack_row, holds = _pack_rows(tokens, groups, layout, order)
     response = _ranges((tokens.begin + tokens.prompt_lens)[order], tokens.response_lens[order])
     response_grid = torch.stack(
         [
@@ -374,7 +386,7 @@ def _assemble(
         grid_to_packed=grid_to_packed.view(grid_shape),
         grid_to_response=grid_to_response,
         rows=tuple(map(tuple, groups.rows)),
-        row_lens=tuple(zip(tokens.prompt_lens.tolist(), tokens.response_lens.tolist(), strict=True)),
+        row_lens=tuple(tokens.row_lens),
         row_labels=row_labels,
         list_lens=None,
     )
