@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import uniform_lens  # noqa: E402
-from decoder_attention import ATTENTION, Attention, Batch  # noqa: E402
+from decoder_attention import ATTENTION, LAYOUTS, Attention, Batch  # noqa: E402
 from needs_gpu import require_gpu  # noqa: E402
 from records import merged, read_rows, write_rows  # noqa: E402
 from run import clean, environment, short  # noqa: E402
@@ -156,31 +157,60 @@ def map_memory() -> None:
         torch.empty(max(free - 4 * 2**30, 0), dtype=torch.uint8, device="cuda")
 
 
-def measure(step: Step, slow_ms: float) -> dict[str, Any]:
-    """Milliseconds and peak memory; the more rounds the shorter they are."""
-    times: list[float] = []
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-        step.reset()
-        if times[-1] > slow_ms or sum(times[1:]) > ENOUGH_MS:
-            break
-    timing = summary(times[1:] or times)  # the first warms up; a slow one stands
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    return dict(
-        time_ms=timing.time_ms,
-        p20_ms=timing.p20_ms,
-        p80_ms=timing.p80_ms,
-        rounds=timing.rounds,
-        warmed=len(times) > 1,
-        peak_gib=peak,
-    )
+def measure(steps: dict[str, Step], held: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Milliseconds and peak memory of steps that run in turn; the more rounds the shorter they are.
+
+    `held`: bytes of each step's own tensors, which are no part of another's peak.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    peaks, left = dict.fromkeys(steps, 0), list(steps)
+    for index in range(7):
+        for name in random.Random(index).sample(left, len(left)):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            begin.record()
+            steps[name]()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end))
+            peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
+            steps[name].reset()
+            slow = times[name][-1] > PLANNED.get(name, SLOW_MS)
+            if slow or sum(times[name][1:]) > ENOUGH_MS:
+                left.remove(name)
+    found = {}
+    for name, own in times.items():
+        timing = summary(own[1:] or own)  # the first warms up; a slow one stands
+        row: dict[str, Any] = dict(time_ms=timing.time_ms, p20_ms=timing.p20_ms, p80_ms=timing.p80_ms)
+        others = sum(held.values()) - held[name]
+        row |= dict(rounds=timing.rounds, warmed=len(own) > 1, peak_gib=(peaks[name] - others) / 2**30)
+        found[name] = row
+    return found
+
+
+def measured(layer: Layer, batches: dict[str, Batch]) -> dict[str, dict[str, Any]]:
+    """What the steps of a micro-batch take, or why they do not run; where memory does not hold all of them,
+    one by one.
+    """
+    steps: dict[str, Step] = {}
+    held: dict[str, int] = {}
+    error = None
+    try:
+        for name, batch in batches.items():
+            before = torch.cuda.memory_allocated()
+            steps[name] = Step(layer, batch, name, "cuda", torch.bfloat16)
+            held[name] = torch.cuda.memory_allocated() - before
+        return measure(steps, held)
+    except Exception as raised:
+        error = dict(error=short(raised), out_of_memory=isinstance(raised, torch.OutOfMemoryError))
+    steps.clear()
+    layer.zero_grad(set_to_none=True)
+    clean()
+    map_memory()
+    if len(batches) > 1:
+        return {name: measured(layer, {name: batch})[name] for name, batch in batches.items()}
+    return {name: {k: v for k, v in error.items() if v} for name in batches}
 
 
 def cells(prompts: list[int], micro_batches: list[int]) -> Iterator[tuple[int, int, list[int]]]:
@@ -189,6 +219,21 @@ def cells(prompts: list[int], micro_batches: list[int]) -> Iterator[tuple[int, i
     for prompt in prompts:
         for count in micro_batches:
             yield prompt, count, lens[:count]
+
+
+def in_turn(names: list[str], prompt: int) -> list[list[str]]:
+    """Packed ways together, as long as memory holds them easily, the others one by one."""
+    packed = [name for name in names if name not in LAYOUTS] if prompt <= 32768 else []
+    return ([packed] if packed else []) + [[name] for name in names if name not in packed]
+
+
+def runs_out(rows: list[dict[str, Any]], name: str, prompt: int, count: int) -> bool:
+    """Whether a smaller micro-batch ran out of memory already."""
+    return any(
+        row["provider"] == name and row.get("out_of_memory")
+        and row["case"]["P"] <= prompt and row["case"]["mb"] <= count
+        for row in rows
+    )  # fmt: skip
 
 
 def still_holds(row: dict[str, Any], facts: dict[str, Any]) -> bool:
@@ -221,40 +266,30 @@ def main() -> None:
     gc.freeze()  # modules and compiled code: collecting between cells then takes no time
     map_memory()
     for prompt, count, lens in cells(args.prompts, args.micro_batches):
-        for name in args.providers:
-            case = {"P": prompt, "mb": count, "tokens": sum(lens)}
-            done = any(r["case"] == case and r["provider"] == name for r in rows)
-            if done or time.monotonic() - begin > args.seconds:
+        case = {"P": prompt, "mb": count, "tokens": sum(lens)}
+        done = {row["provider"] for row in rows if row["case"] == case}
+        for names in in_turn([name for name in args.providers if name not in done], prompt):
+            if time.monotonic() - begin > args.seconds:
                 continue
-            row: dict[str, Any] = {"case": case, "provider": name}
-            step = None
-            smaller = [
-                r for r in rows if r["provider"] == name and r.get("out_of_memory")
-                and r["case"]["P"] <= prompt and r["case"]["mb"] <= count
-            ]  # fmt: skip
-            try:
-                batch = Batch.of(name, prompt, lens, "cuda")
-                row |= dict(rows=batch.num_tokens, flops=shape.flops(batch))
+            batches = {name: Batch.of(name, prompt, lens, "cuda") for name in names}
+            own = {
+                name: {"case": case, "provider": name, "rows": batch.num_tokens, "flops": shape.flops(batch)}
+                for name, batch in batches.items()
+            }
+            for name in names:
                 if wrong[name]:
-                    row["error"] = wrong[name]
-                elif smaller:
-                    row |= dict(error="out of memory with fewer rows", out_of_memory=True)
-                else:
-                    step = Step(layer, batch, name, "cuda", torch.bfloat16)
-                    row |= measure(step, PLANNED.get(name, SLOW_MS))
-                    row["tflops"] = row["flops"] / row["time_ms"] / 1e9
-            except torch.OutOfMemoryError as error:
-                row |= dict(error=short(error), out_of_memory=True)
-            except Exception as error:
-                row["error"] = short(error)
-            step = None
-            layer.zero_grad(set_to_none=True)
+                    own[name]["error"] = wrong[name]
+                elif runs_out(rows, name, prompt, count):
+                    own[name] |= dict(error="out of memory with fewer rows", out_of_memory=True)
+            fine = {name: batch for name, batch in batches.items() if "error" not in own[name]}
+            for name, found in (measured(layer, fine) if fine else {}).items():
+                own[name] |= found
+                if "time_ms" in found:
+                    own[name]["tflops"] = own[name]["flops"] / found["time_ms"] / 1e9
             gc.collect()
-            if row.get("out_of_memory") and not smaller:
-                clean()
-                map_memory()
-            rows.append(facts | row)
-            print({k: v for k, v in row.items() if k not in ("p20_ms", "p80_ms", "flops")}, flush=True)
+            rows += [facts | row for row in own.values()]
+            for row in own.values():
+                print({k: v for k, v in row.items() if k not in ("p20_ms", "p80_ms", "flops")}, flush=True)
             write_rows(args.out, merged([row for row in before if row not in rows], rows))
 
 

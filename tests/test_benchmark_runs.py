@@ -184,3 +184,56 @@ def test_a_provider_may_be_asked_for_some_cases_only():
         and run.runs_on("flex@128+28:4096:2048", case)
     )
     assert not run.runs_on("flex@128", case) and not run.runs_on("flex@28:4096:256", case)
+
+
+def test_ways_of_a_cell_run_in_turn_and_memory_of_one_is_not_anothers(monkeypatch):
+    """Short steps run more rounds, a slow one stands after its first; what memory cannot hold is split."""
+    clock: list[float] = []
+    allocated = [0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None: ...
+
+        def elapsed_time(self, end: object) -> float:
+            return clock[-1]
+
+    class Step:
+        def __init__(self, layer, batch, name, *_) -> None:
+            self.ms, self.gib = batch
+            allocated[0] += self.gib * 2**30
+            if allocated[0] > 100 * 2**30:
+                allocated[0] -= self.gib * 2**30
+                self.gib = 0
+                raise decoder_layer.torch.OutOfMemoryError("no memory")
+
+        def __call__(self) -> None:
+            clock.append(self.ms)
+
+        def reset(self) -> None: ...
+
+        def __del__(self) -> None:
+            allocated[0] -= self.gib * 2**30
+
+    for name, value in {
+        "Event": Event, "memory_allocated": lambda: allocated[0], "synchronize": lambda: None,
+        "max_memory_allocated": lambda: allocated[0] + 2**30, "reset_peak_memory_stats": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(decoder_layer.torch.cuda, name, value)
+    monkeypatch.setattr(decoder_layer, "Step", Step)
+    monkeypatch.setattr(decoder_layer, "map_memory", lambda: None)
+    layer = decoder_layer.Layer(decoder_layer.Shape(8, 8), "cpu", decoder_layer.torch.float32)
+    slow = decoder_layer.SLOW_MS + 1
+    found = decoder_layer.measured(layer, {"short": (1.0, 10), "slow": (slow, 20)})
+    assert [(row["time_ms"], row["rounds"], row["warmed"], row["peak_gib"]) for row in found.values()] == [
+        (1.0, 6, True, 11.0), (slow, 1, False, 21.0),
+    ]  # fmt: skip
+    assert clock[:2] in ([1.0, slow], [slow, 1.0]) and len(clock) == 8 and allocated == [0]
+    found = decoder_layer.measured(layer, {"fits": (1.0, 60), "too": (1.0, 60), "never": (1.0, 101)})
+    assert [row.get("peak_gib") for row in found.values()] == [61.0, 61.0, None]
+    assert found["never"] == {"error": "OutOfMemoryError: no memory", "out_of_memory": True}
+    assert decoder_layer.in_turn(["ours", "cudnn-padded", "gather-varlen"], 1024) == [
+        ["ours", "gather-varlen"], ["cudnn-padded"],
+    ]  # fmt: skip
+    assert decoder_layer.in_turn(["ours", "gather-varlen"], 65536) == [["ours"], ["gather-varlen"]]
