@@ -64,9 +64,9 @@ bench:  ## time the kernels against their peers, in the Python that runs (about 
 
 bench-full:  ## everything else about attention and a layer, case by case; what is measured already is left out
 	$(NEEDS_GPU)
-	$(PYTHON) benchmarks/run.py --cases paper,groups --resume --out benchmarks/results/$(GPU)/kernels_full.json $(ARGS)
-	$(PYTHON) benchmarks/run.py --cases paper_head_dims --resume --out benchmarks/results/$(GPU)/kernels_head_dims.json $(ARGS)
-	$(PYTHON) benchmarks/run.py --cases gemma4 --resume --out benchmarks/results/$(GPU)/gemma4_layers.json $(ARGS)
+	$(PYTHON) benchmarks/run.py --cases paper,groups --repeats 3 --resume --out benchmarks/results/$(GPU)/kernels_full.json $(ARGS)
+	$(PYTHON) benchmarks/run.py --cases paper_head_dims --repeats 3 --providers 'ours-*,*-two-call,fa4-*' --resume --out benchmarks/results/$(GPU)/kernels_head_dims.json $(ARGS)
+	$(PYTHON) benchmarks/run.py --cases gemma4 --repeats 5 --providers 'ours-*' --resume --out benchmarks/results/$(GPU)/gemma4_layers.json $(ARGS)
 	$(PYTHON) benchmarks/error_growth.py --out benchmarks/results/$(GPU)/error_growth.json
 	$(PYTHON) benchmarks/break_even.py --resume --out benchmarks/results/$(GPU)/break_even.json
 	$(PYTHON) benchmarks/decoder_layer.py --resume --out benchmarks/results/$(GPU)/decoder_layer.json

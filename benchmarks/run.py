@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,13 @@ def cases_of(names: str) -> list[Case | PlainCase]:
     return list(dict.fromkeys(cases))
 
 
+def expanded(spec: str) -> list[str]:
+    """A pattern as the providers that it fits; a name stays as it is."""
+    name, _, where = spec.partition("@")
+    found = [known for known in PROVIDERS if fnmatch(known, name)] if "*" in name else [name]
+    return [f"{known}@{where}" if where else known for known in found]
+
+
 def runs_on(spec: str, case: Case | PlainCase) -> bool:
     """NAME, or NAME@WHERE+WHERE: only at those head dims or N:P:R."""
     _, _, where = spec.partition("@")
@@ -298,7 +306,7 @@ def main() -> None:
     parser.add_argument(
         "--providers",
         default=",".join(PROVIDERS),
-        help="NAME, or NAME@128+28:4096:2048: only at these head dims or N:P:R",
+        help="NAME, *-two-call, or NAME@128+28:4096:2048: only at these head dims or N:P:R",
     )
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--no-check", action="store_true")
@@ -307,7 +315,7 @@ def main() -> None:
     parser.add_argument("--out", default=None, help="JSON file")
     parser.add_argument("--resume", action="store_true", help="keep --out, leave out what this library ran")
     args = parser.parse_args()
-    specs = args.providers.split(",")
+    specs = [spec for part in args.providers.split(",") for spec in expanded(part)]
     names = [spec.partition("@")[0] for spec in specs]
     unknown = set(names) - set(PROVIDERS)
     if unknown:

@@ -184,6 +184,8 @@ def test_a_provider_may_be_asked_for_some_cases_only():
         and run.runs_on("flex@128+28:4096:2048", case)
     )
     assert not run.runs_on("flex@128", case) and not run.runs_on("flex@28:4096:256", case)
+    assert run.expanded("f*x@64") == ["flex@64"] and run.expanded("other") == ["other"]
+    assert run.expanded("*-two-call")[:2] == ["fa2-two-call", "cudnn-two-call"]
 
 
 def test_ways_of_a_cell_run_in_turn_and_memory_of_one_is_not_anothers(monkeypatch):
