@@ -101,9 +101,8 @@ def forward(
         keys, values = (tile.keys.take(x).transpose(1, 2) for x in (k, v))
         bias, weights = tile.options(options, k.shape[1], q.dtype)
         s, _ = _scores(_grouped(tile.rows.take(q), k.shape[1]), keys, tile.mask, scale, softcap, bias)
-        peak = s.amax(-1, keepdim=True).clamp_min(
-            torch.finfo(s.dtype).min
-        )  # rows without a key in this tile: P = 0
+        # A row without a key in this tile has the lowest number as its peak, so that its P is 0.
+        peak = s.amax(-1, keepdim=True).clamp_min(torch.finfo(s.dtype).min)
         p = s.sub_(peak).exp_()
         total = p.sum(-1, keepdim=True)
         p = p if weights is None else p * weights

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn import _alibi_dropout, _calls, _ops, checks  # noqa: F401 (_ops defines torch.ops.flash_attn)
+from flash_attn import _alibi_dropout, _calls, checks
 
 _Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -115,10 +115,8 @@ def _part(
     """The call for sequences given as (q interval, its key intervals in order)."""
     q_lens = [end - begin for (begin, end), _ in entries]
     k_lens = [sum(end - begin for begin, end in keys) for _, keys in entries]
-    max_q, max_k = (
-        max(2, *q_lens),
-        max(1, *k_lens),
-    )  # max_q 1 switches to a decoding variant, another lse layout
+    # A max_q of 1 would switch to a decoding variant, whose lse lies otherwise.
+    max_q, max_k = max(2, *q_lens), max(1, *k_lens)
     if window[0] >= 0 and window[1] < 0 and not causal:
         max_k += max_q  # the kernel takes an open right side as max_k keys, too few where rows outnumber keys
     return Part(
@@ -156,10 +154,9 @@ def compose(
     entries = []
     for q_begin, q_end, context_begin, context_end, k_begin, k_end in table:
         # Keys left of the first row's window are not needed: positions count from the right.
-        first = (
-            0 if left < 0 else (context_end - context_begin) + (k_end - k_begin) - (q_end - q_begin) - left
-        )
-        begin = min(context_end, context_begin + max(0, first))
+        first_row = (context_end - context_begin) + (k_end - k_begin) - (q_end - q_begin)
+        first_key = 0 if left < 0 else max(0, first_row - left)
+        begin = min(context_end, context_begin + first_key)
         entries.append(((q_begin, q_end), [(begin, context_end), (offset + k_begin, offset + k_end)]))
     entries = [entry for entry in entries if any(begin < end for begin, end in entry[1])]
     return [_part(entries, False, causal, (left, right), device)] if entries else []

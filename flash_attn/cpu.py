@@ -33,9 +33,8 @@ def _kernel_knows_gqa() -> bool:
     """Whether torch's kernels take fewer key heads than query heads, and sum dk and dv over a group's query
     heads."""
     q = torch.ones(1, 2, 1, 8)
-    k = (
-        torch.arange(2.0)[None, :, None, None].expand(1, 2, 1, 8).contiguous()[:, :1]
-    )  # another head lies behind it
+    heads = torch.arange(2.0)[None, :, None, None].expand(1, 2, 1, 8).contiguous()
+    k = heads[:, :1]  # zeros; ones lie behind them, where a kernel of one key head a query head would read
     try:
         out, lse = _flash(q, k, k, 0.0, False)
         grad = _flash_backward(q, q, k, k, out, lse, 0.0, False)[2]
