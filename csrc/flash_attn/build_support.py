@@ -252,51 +252,55 @@ def stub_flags(folder: Path, cxx: str) -> list[str]:
         raise BuildError(f"stubs of glibc's old libraries: {command} failed:\n{error.stderr}") from error
 
 
+def cxx_flags(torch: Path, cuda: Path) -> list[str]:
+    return [
+        "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", f"-I{ROOT}",
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-I{torch / 'include'}", f"-I{cuda / 'include'}",
+    ]  # fmt: skip
+
+
+def link_flags(torch: Path, cuda: Path) -> list[str]:
+    folders = (cuda / "lib64", cuda / "lib")
+    lib64 = next((f for f in folders if (f / "libcudart_static.a").exists()), folders[0])
+    return [
+        "-shared", "-Wl,--exclude-libs,ALL", "-Wl,--no-as-needed",
+        f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu",
+        f"-L{lib64}", "-lcudart_static", "-ldl", "-lpthread", "-lrt",
+    ]  # fmt: skip
+
+
+RULES = """\
+ninja_required_version = 1.5
+rule cuda
+  command = {cuda} $gencode -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)
+  depfile = $out.d
+  deps = gcc
+  description = $out
+rule cxx
+  command = {cxx} -MD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = $out
+rule link
+  command = {link} -o $out
+  description = $out
+"""
+
+
 def write_ninja(options: Options, folder: Path, env: Mapping[str, str] = os.environ) -> Path:
     """build.ninja and the generated sources. Returns the library's path."""
     nvcc, cuda = find_nvcc(env)
     cutlass, torch = find_cutlass(), find_torch()
     generated = kernel_list.write_sources(options.kernels(), folder / "src", build_id())
-    join = shlex.join
-    nvcc_all = nvcc_flags(cutlass, cuda, [*options.defines, *tile_defines(options.gpus)], env)
-    cxx_flags = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", f"-I{ROOT}"]
-    cxx_flags += [
-        f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
-        f"-I{torch / 'include'}",
-        f"-I{cuda / 'include'}",
-    ]
-    lib64 = next(
-        (p for p in (cuda / "lib64", cuda / "lib") if (p / "libcudart_static.a").exists()), cuda / "lib64"
-    )
-    ld_flags = [
-        "-shared",
-        "-Wl,--exclude-libs,ALL",
-        "-Wl,--no-as-needed",
-        f"-L{torch / 'lib'}",
-        "-ltorch",
-        "-ltorch_cpu",
-    ]
-    ld_flags += [f"-L{lib64}", "-lcudart_static", "-ldl", "-lpthread", "-lrt"]
-    cxx = env.get("CXX") or "g++"
-    ld_flags += stub_flags(folder / "stubs", cxx)
+    cxx, quote, join = env.get("CXX") or "g++", shlex.quote, shlex.join
     launcher = shutil.which("ccache") or shutil.which("sccache") or ""
-    compile_cuda = f"{launcher} {shlex.quote(nvcc)} {join(nvcc_all)}".strip()
-    rules = f"""\
-ninja_required_version = 1.5
-rule cuda
-  command = {compile_cuda} $gencode -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)
-  depfile = $out.d
-  deps = gcc
-  description = $out
-rule cxx
-  command = {launcher} {shlex.quote(cxx)} {join(cxx_flags)} -MD -MF $out.d -c $in -o $out
-  depfile = $out.d
-  deps = gcc
-  description = $out
-rule link
-  command = {shlex.quote(cxx)} $in {join(ld_flags)} -o $out
-  description = $out
-"""
+    nvcc_all = nvcc_flags(cutlass, cuda, [*options.defines, *tile_defines(options.gpus)], env)
+    ld_flags = [*link_flags(torch, cuda), *stub_flags(folder / "stubs", cxx)]
+    rules = RULES.format(
+        cuda=f"{launcher} {quote(nvcc)} {join(nvcc_all)}".strip(),
+        cxx=f"{launcher} {quote(cxx)} {join(cxx_flags(torch, cuda))}",
+        link=f"{quote(cxx)} $in {join(ld_flags)}",
+    )
     edges, objects = [], []
 
     def add(rule: str, source: Path, codes: Sequence[str] = ()) -> None:
