@@ -228,6 +228,52 @@ def test_the_models_state_comes_back(fault):
     assert {dtype for _, dtype, _ in model.seen} == {torch.float64, torch.float32}
 
 
+class Experts(Model):
+    """Its products of experts know no fp64 unless they run one after the other, as transformers' do."""
+
+    def __init__(self):
+        super().__init__()
+        self.config._experts_implementation = "grouped_mm"
+
+    def set_experts_implementation(self, name):
+        self.config._experts_implementation = name
+
+    def forward(self, input_ids, **arguments):
+        grouped = self.config._experts_implementation == "grouped_mm"
+        if grouped == (self.tokens.weight.dtype == torch.float64):
+            raise RuntimeError(f"experts run grouped={grouped}")
+        return super().forward(input_ids, **arguments)
+
+
+def test_experts_run_one_by_one_in_fp64_alone():
+    model = Experts()
+    assert check(model).passed and model.config._experts_implementation == "grouped_mm"
+
+
+class Jumps(Model):
+    """Without a mask a position that jumps begins another sequence, as in transformers."""
+
+    def forward(self, input_ids, *, attention_mask=None, **arguments):
+        jumps = bool((arguments["position_ids"].diff() != 1).any())
+        if "dualkv_layout" not in arguments and jumps != (attention_mask is not None):
+            raise RuntimeError("a mask must come where positions jump, and only there")
+        return super().forward(input_ids, **arguments)
+
+
+def test_rows_whose_positions_jump_are_one_sequence_each():
+    positions = [
+        [*range(3, 3 + len(p)), *range(20, 20 + len(r))] for p, r in zip(PROMPTS, RESPONSES, strict=True)
+    ]
+    assert check(Jumps(), position_ids=positions).passed and check(Jumps()).passed
+
+
+def test_inference_mode_around_the_check_is_left():
+    model = Model()
+    with torch.inference_mode():
+        ids = [torch.tensor(row) for row in PROMPTS]
+        assert check(model, prompts=ids).passed
+
+
 def test_progress_is_reported():
     lines = []
     check(Model(), prompts=[[1, 2]] * 2, responses=[[3], [4]], progress=lines.append)
@@ -274,6 +320,21 @@ def test_a_plain_function_with_named_parameters():
             dict(model=Model(), loss=lambda values, entropy, mask: (0 * values).sum()),
             ValueError,
             "loss must have a gradient, got 0 for every parameter",
+        ),
+        (
+            dict(model=Model(), loss=lambda values, entropy, mask: values.sum(0)),
+            ValueError,
+            "loss must give a scalar tensor that has a gradient, got shape [4]",
+        ),
+        (
+            dict(model=Model(), loss=lambda values, entropy, mask: values.detach().sum()),
+            ValueError,
+            "loss must give a scalar tensor that has a gradient, got shape []",
+        ),
+        (
+            dict(model=Model(), loss=lambda values, entropy, mask: 1.0),
+            ValueError,
+            "loss must give a scalar tensor that has a gradient, got float",
         ),
         (
             dict(model=Model(), replicated_forward=lambda *a: torch.zeros(3)),

@@ -40,7 +40,8 @@ def restored_state(model: Any, named: Mapping[str, torch.nn.Parameter]) -> Itera
 
 class Precision:
     """Casts floating-point parameters and buffers to `dtype` and puts the original storage back, bit for
-    bit.
+    bit. In fp64 transformers' mixtures of experts run one expert after the other: their grouped products
+    know no fp64.
     """
 
     def __init__(self, model: Any, named: Mapping[str, torch.nn.Parameter], dtype: torch.dtype) -> None:
@@ -55,8 +56,13 @@ class Precision:
             if buffer is not None and buffer.is_floating_point()
         ]
         self.data: list[torch.Tensor] = []
+        self.model, self.experts = model, None
+        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            self.experts = getattr(model.config, "_experts_implementation", None)
 
     def __enter__(self) -> None:
+        if self.experts is not None:
+            self.model.set_experts_implementation("eager")
         self.data = [p.data for p in self.parameters]
         try:
             for parameter in self.parameters:
@@ -71,6 +77,8 @@ class Precision:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.experts is not None:
+            self.model.set_experts_implementation(self.experts)
         for parameter, data in zip(self.parameters, self.data, strict=True):
             parameter.grad = None
             parameter.data = data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,15 @@ def default_packed(model: Any, packed: PackedBatch) -> Any:
 
 
 def default_replicated(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
-    return model(input_ids, position_ids=position_ids, use_cache=False)
+    options = {}
+    if position_ids.dim() == 2 and bool((position_ids.diff() != 1).any()) and _takes_masks(model):
+        # transformers takes positions that jump for the beginning of another sequence, unless there is a mask
+        options["attention_mask"] = torch.ones_like(input_ids)
+    return model(input_ids, position_ids=position_ids, use_cache=False, **options)
+
+
+def _takes_masks(model: Any) -> bool:
+    return "attention_mask" in inspect.signature(getattr(model, "forward", model)).parameters
 
 
 def _logits(output: Any) -> torch.Tensor:
@@ -109,7 +118,7 @@ class Steps:
         logits = _logits(self.packed_forward(self.model, self.packed))[0]
         found = log_probs(logits, self.packed, temperature=self.temperature)
         values, entropy = (self._grid(unpack_responses(x, self.packed)) for x in found if x is not None)
-        loss = self.loss(values, entropy, self.rows.in_loss)
+        loss = self._loss(values, entropy)
         loss.backward()
         return {"loss": loss.detach(), "log_probs": values.detach(), "entropy": entropy.detach()}
 
@@ -128,7 +137,7 @@ class Steps:
                     self.progress(f"replicated step, {name}: values of row {i + 1}/{num_rows}")
                     pairs.append(self._row(i))
             values, entropy = (torch.stack(grids).requires_grad_() for grids in zip(*pairs, strict=True))
-            loss = self.loss(values, entropy, self.rows.in_loss)
+            loss = self._loss(values, entropy)
             grads = torch.autograd.grad(loss, (values, entropy), allow_unused=True, materialize_grads=True)
             for i in range(num_rows):
                 self.progress(f"replicated step, {name}: gradients of row {i + 1}/{num_rows}")
@@ -139,6 +148,13 @@ class Steps:
             if set_attention is not None:
                 set_attention(before)
         return {"loss": loss.detach(), "log_probs": values.detach(), "entropy": entropy.detach()}
+
+    def _loss(self, values: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        loss = self.loss(values, entropy, self.rows.in_loss)
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            kind = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"loss must give a scalar tensor that has a gradient, got {kind}")
+        return loss
 
     def _begin(self) -> None:
         for parameter in self.named.values():

@@ -123,7 +123,8 @@ def check_gradients(
     tuple that begins with them. The packed forward is `packed_forward(model, packed)` (adapters bring one,
     e.g. `flash_attn.integrations.transformers.packed_forward`), by default the same call with
     `dualkv_layout=packed.layout`. `replicated_forward(model, input_ids, position_ids)` runs one row (1,
-    length). Models with `set_attn_implementation` run their replicated rows under `replicated_attention`.
+    length). Models with `set_attn_implementation` run their replicated rows under `replicated_attention`,
+    those with `set_experts_implementation` their fp64 steps under "eager" (grouped products know no fp64).
     `parameters` names the tensors to compare where `model` is no module. Other options (masks, position ids,
     boundary, ...) go to `pack`.
 
@@ -135,24 +136,25 @@ def check_gradients(
     is needed.
     """
     named = _named_parameters(model, parameters)
-    packed = pack(prompts, responses, **pack_options).to(next(iter(named.values())).device)
-    if not (packed.labels != IGNORE_INDEX).any():
-        raise ValueError("responses must have at least one token in the loss, got 0")
-    rows = ReplicatedRows.of(packed, prompts, responses, pack_options)
-    steps = Steps(
-        model,
-        named,
-        packed,
-        rows,
-        packed_forward or default_packed,
-        replicated_forward or default_replicated,
-        loss or weighted_loss,
-        temperature,
-        replicated_attention,
-        progress or (lambda message: None),
-    )
-    with restored_state(model, named), torch.enable_grad():
-        result = _compare(steps)
+    with torch.inference_mode(False), torch.enable_grad():
+        packed = pack(prompts, responses, **pack_options).to(next(iter(named.values())).device)
+        if not (packed.labels != IGNORE_INDEX).any():
+            raise ValueError("responses must have at least one token in the loss, got 0")
+        rows = ReplicatedRows.of(packed, prompts, responses, pack_options)
+        steps = Steps(
+            model,
+            named,
+            packed,
+            rows,
+            packed_forward or default_packed,
+            replicated_forward or default_replicated,
+            loss or weighted_loss,
+            temperature,
+            replicated_attention,
+            progress or (lambda message: None),
+        )
+        with restored_state(model, named):
+            result = _compare(steps)
     if result.passed or packed_forward is not None:
         return result
     return replace(result, notes=(*result.notes, LAYOUT_HINT))
