@@ -133,7 +133,8 @@ def signed_probabilities(
             continue
         rows, keys = (torch.arange(*x, device=q.device) for x in ((q_begin, q_end), (k_begin, k_end)))
         k_heads = k[k_begin:k_end].repeat_interleave(q.shape[1] // k.shape[1], 1)
-        s = torch.einsum("qhd,khd->hqk", q[q_begin:q_end].float(), k_heads.float()) * softmax_scale
+        with torch.autocast(q.device.type, enabled=False):
+            s = torch.einsum("qhd,khd->hqk", q[q_begin:q_end].float(), k_heads.float()) * softmax_scale
         bias, kept = options.bias(rows[None], keys[None]), options.kept(rows[None], keys[None])
         if bias is not None:
             s += bias[0]

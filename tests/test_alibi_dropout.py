@@ -146,6 +146,16 @@ def test_probabilities_and_lse_of_the_dense_function(causal: bool) -> None:
     assert empty.numel() == 0
 
 
+def test_probabilities_under_autocast_are_those_of_its_dtype() -> None:
+    q, k, v = qkv(1, 9, 2, 8, dtype=torch.bfloat16)
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            results.append(flash_attn.flash_attn_func(q, k, v, dropout_p=0.4, return_attn_probs=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
 def test_packed_functions(alibi: bool) -> None:
     """Dense, varlen and packed calls of one batch have one mask: rows and keys' positions decide."""
