@@ -71,6 +71,26 @@ def places(
         )
 
 
+def rows_of_their_own(
+    batch_idx: Tensor | None, block_table: Tensor | None, page_size: int, before: Tensor, added: int
+) -> None:
+    """Where values may be read: no two sequences append to one row. `places` has been checked."""
+    if added == 0 or (batch_idx is None and block_table is None) or not checks.values_are_read(before):
+        return
+    if batch_idx is not None and batch_idx.unique().numel() < batch_idx.numel():
+        raise ValueError(
+            f"cache_batch_idx must name each sequence once where keys are appended, got {batch_idx.tolist()}"
+        )
+    if block_table is not None:
+        position = before[:, None] + torch.arange(added, device=before.device)
+        rows = block_table.gather(1, position // page_size) * page_size + position % page_size
+        if rows.unique().numel() < rows.numel():
+            raise ValueError(
+                "block_table must give each sequence rows of its own where keys are appended, "
+                f"got {block_table.tolist()} from {before.tolist()}"
+            )
+
+
 def shapes(
     q: Tensor,
     k_cache: Tensor,

@@ -334,6 +334,16 @@ WRONG = [
         ValueError,
         r"block_table must be .* 3 pages where keys are, got \[\[3\]",
     ),
+    (
+        {"cache_batch_idx": ints(3) + 1},
+        ValueError,
+        r"cache_batch_idx must name each sequence once where keys are appended, got \[1, 1, 1\]",
+    ),
+    (
+        {"block_table": ints(3, 1) + 1},
+        ValueError,
+        r"block_table must give each sequence rows of its own .*, got \[\[1\], .* from \[5, 5, 5\]",
+    ),
     ({"k": [1], "v": [1]}, TypeError, "k must be a tensor, got list"),
     ({"v": torch.zeros(3, 2, HK, D)}, TypeError, "v must have q's dtype torch.float64, got torch.float32"),
     ({"v": META}, ValueError, "v must be on q's device cpu, got meta"),
@@ -350,6 +360,18 @@ WRONG = [
 def test_wrong_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         flash_attn_with_kvcache(**(tensors(1, 2) | {"cache_seqlens": 5} | change))
+
+
+def test_one_cache_for_several_sequences() -> None:
+    """Read by all, or in pages of a common prompt behind which each appends to its own."""
+    x = tensors(1)
+    index = torch.tensor([1, 1, 1], dtype=torch.int32)
+    flash_attn_with_kvcache(**x, cache_seqlens=5, cache_batch_idx=index)
+    pages = tensors(1, 2, blocks=4, length=8)
+    table = torch.tensor([[0, 1], [0, 2], [0, 3]], dtype=torch.int32)
+    flash_attn_with_kvcache(**pages, cache_seqlens=9, block_table=table)
+    with pytest.raises(ValueError, match="block_table must give each sequence rows of its own"):
+        flash_attn_with_kvcache(**pages, cache_seqlens=7, block_table=table)
 
 
 def test_strides_that_no_rows_have() -> None:
