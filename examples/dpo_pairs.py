@@ -20,8 +20,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from datasets import Dataset
+from grpo.options import add_task_and_model, new_parser, require_at_least_one
 from grpo.sampling import load_policy
-from grpo.tasks import GENERATORS, TaskSource
+from grpo.tasks import TaskSource
 from grpo.training import unmark_quantized
 from transformers import PrinterCallback
 from trl import DPOConfig, DPOTrainer
@@ -34,26 +35,15 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument(
-        "--task", choices=list(GENERATORS), default="word_sorting", help="reasoning-gym generator"
-    )
-    parser.add_argument("--prompt-length", type=int, default=1100, help="tokens of a few-shot prompt, about")
+    parser = new_parser(__doc__)
+    add_task_and_model(parser)
     parser.add_argument("--num-pairs", type=int, default=2, help="pairs in an optimizer step")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument(
-        "--model", metavar="PATH", help="local Hugging Face folder instead of SmolLM2-135M-Instruct"
-    )
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=list(TOLERANCE), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    for name in ("prompt_length", "num_pairs", "steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    require_at_least_one(parser, options, "prompt_length", "num_pairs", "steps")
     return options
 
 

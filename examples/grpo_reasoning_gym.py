@@ -19,14 +19,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from grpo.curves import draw, print_summary, read, write_json
-from grpo.tasks import GENERATORS
+from grpo.options import add_sampling, add_task_and_model, check_sampling, new_parser, require_at_least_one
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = new_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shared-prompt", action="store_true", help="train with SharedPromptGRPOTrainer")
     what.add_argument("--replicated", action="store_true", help="train with TRL's own GRPOTrainer")
@@ -34,41 +32,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, default=Path("out/grpo/curves.png"), help="where --plot draws")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where --plot puts the logs together")
     parser.add_argument("--loss-type", choices=("grpo", "dapo"), default="grpo")
-    parser.add_argument(
-        "--task", choices=list(GENERATORS), default="word_sorting", help="reasoning-gym generator"
-    )
-    parser.add_argument("--prompt-length", type=int, default=1100, help="tokens of a few-shot prompt, about")
+    add_task_and_model(parser)
     parser.add_argument("--num-prompts", type=int, default=4, help="prompts in an optimizer step")
-    parser.add_argument("--num-responses", type=int, default=8, help="responses to each prompt (N)")
-    parser.add_argument("--max-new-tokens", type=int, default=24, help="longest response")
+    add_sampling(parser)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each")
     parser.add_argument("--learning-rate", type=float, default=3e-5)
-    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
         "--word-credit", type=float, default=0.0, help="part of the reward for the right words in any order"
     )
-    parser.add_argument(
-        "--model", metavar="PATH", help="local Hugging Face folder instead of SmolLM2-135M-Instruct"
-    )
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--attention", default="sdpa", help="attn_implementation of --replicated")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/grpo"), help="folder of the logs")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_args(arguments)
-    for name in ("num_prompts", "prompt_length", "max_new_tokens", "steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.num_responses < 2:
-        parser.error(
-            f"--num-responses must be at least 2 (advantages compare them), got {options.num_responses}"
-        )
+    require_at_least_one(parser, options, "num_prompts", "prompt_length", "steps")
+    check_sampling(parser, options)
     if not 0 <= options.word_credit <= 1:
         parser.error(f"--word-credit must be in [0, 1], got {options.word_credit}")
-    if options.temperature <= 0:
-        parser.error(f"--temperature must be above 0, got {options.temperature}")
     return options
 
 

@@ -27,6 +27,8 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 import torch
 import torch.distributed as dist
 from grpo.measure import machine, peak_bytes, reset_peak
+from grpo.options import new_parser, require_at_least_one
+from grpo.update import policy_loss
 from long_context.policy import Policy, build
 from long_context.shapes import SHAPES, config_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,16 +36,13 @@ from tqdm import tqdm
 
 from flash_attn.shared_prompt import pack, ulysses
 
-CLIP = 0.2
 GIB = 2**30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--prompt-length", type=int, default=65536)
@@ -63,9 +62,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures to this list")
     options = parser.parse_args(arguments)
-    for name in ("prompt_length", "num_responses", "response_length", "steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    require_at_least_one(parser, options, "prompt_length", "num_responses", "response_length", "steps")
     return options
 
 
@@ -118,15 +115,6 @@ def make_batch(options: argparse.Namespace, vocab_size: int, replica: int, devic
     return packed, advantages.repeat_interleave(length).to(device)
 
 
-def loss_of(
-    log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, num_tokens: int
-) -> torch.Tensor:
-    """GRPO's clipped objective, normalised by the tokens of all packs."""
-    ratio = torch.exp(log_probs - old)
-    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-    return -torch.minimum(ratio * advantages, clipped * advantages).sum() / num_tokens
-
-
 def update(
     policy: Policy,
     batch: Any,
@@ -144,7 +132,7 @@ def update(
     num_tokens = replicas * advantages.numel()
 
     def forward() -> torch.Tensor:
-        return loss_of(policy(batch, options.temperature), old, advantages, num_tokens)
+        return policy_loss(policy(batch, options.temperature), old, advantages, num_tokens)
 
     loss = meter.measure("forward", forward)
     meter.measure("backward", lambda: (loss * scale).backward())

@@ -21,9 +21,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from grpo.compare import TOLERANCES, compare, problems, reward_problems
 from grpo.measure import machine
+from grpo.options import add_sampling, add_task_and_model, check_sampling, new_parser, require_at_least_one
 from grpo.report import as_record, plot, print_table
 from grpo.sampling import load_policy, sample, stop_tokens
-from grpo.tasks import GENERATORS, TaskSource
+from grpo.tasks import TaskSource
 from grpo.update import VARIANTS, Group, run_update
 from tqdm import tqdm
 
@@ -38,23 +39,10 @@ WARM_UP_TOKENS = 32
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--num-groups", type=int, default=2, help="prompts")
-    parser.add_argument("--num-responses", type=int, default=8, help="responses per prompt")
-    parser.add_argument("--prompt-length", type=int, default=1100, help="tokens of a few-shot prompt, about")
-    parser.add_argument("--max-new-tokens", type=int, default=24, help="longest response")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="of the samples and of their log-probs"
-    )
-    parser.add_argument(
-        "--task", choices=list(GENERATORS), default="word_sorting", help="generator of reasoning-gym"
-    )
-    parser.add_argument(
-        "--model", metavar="PATH", help="local Hugging Face folder instead of SmolLM2-135M-Instruct"
-    )
-    parser.add_argument("--device", default="cpu")
+    add_sampling(parser)
+    add_task_and_model(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
@@ -62,15 +50,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--plot", metavar="FILE", type=Path, default=Path("out/policy_update.png"), help="write a PNG there"
     )
     options = parser.parse_args(arguments)
-    for name in ("num_groups", "num_responses", "prompt_length", "max_new_tokens"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.num_responses < 2:
-        parser.error(
-            f"--num-responses must be at least 2 (advantages compare them), got {options.num_responses}"
-        )
-    if options.temperature <= 0:
-        parser.error(f"--temperature must be above 0, got {options.temperature}")
+    require_at_least_one(parser, options, "num_groups", "num_responses", "prompt_length")
+    check_sampling(parser, options)
     return options
 
 

@@ -1,1 +1,1 @@
-"""Parts of examples/policy_update.py, one job a file: tasks, sampling, update (twice), compare, report."""
+"""Parts of examples/policy_update.py: options, tasks, sampling, update (twice), compare, report."""

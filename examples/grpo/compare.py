@@ -26,9 +26,7 @@ class Tolerance:
 
 
 TOLERANCES = {
-    torch.float64: Tolerance(
-        1e-5, 1e-6, 1e-5, 1e-5
-    ),  # rotary embedding and norms of transformers run in float32
+    torch.float64: Tolerance(1e-5, 1e-6, 1e-5, 1e-5),  # transformers' rotary and norms run in float32
     torch.float32: Tolerance(1e-3, 1e-4, 1e-3, 1e-3),
     torch.bfloat16: Tolerance(0.5, 2e-2, 0.5, 0.2),  # a parameter's gradient is summed in its dtype
     torch.float16: Tolerance(0.1, 5e-3, 0.1, 5e-2),

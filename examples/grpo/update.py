@@ -142,11 +142,18 @@ def run_update(
     return update
 
 
+def policy_loss(
+    log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """GRPO's clipped objective of some response tokens (n,), a part of the mean over `num_tokens`."""
+    ratio = torch.exp(log_probs - old)
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    return -torch.minimum(ratio * advantages, clipped * advantages).sum() / num_tokens
+
+
 def backward(batch: MicroBatch, old: torch.Tensor, num_response_tokens: int) -> torch.Tensor:
     """Adds the micro-batch's gradients to the parameters' and returns its part of the loss."""
-    ratio = torch.exp(batch.forward() - old)
-    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-    loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).sum() / num_response_tokens
+    loss = policy_loss(batch.forward(), old, batch.advantages, num_response_tokens)
     loss.backward()
     return loss.detach()
 
