@@ -100,3 +100,16 @@ def test_values_of_another_kind_are_refused():
             function(None, lists)
         with pytest.raises(ValueError, match=r"one value per token of each row \[\d\], got \[None\]"):
             function([1.0], lists)
+
+
+def test_compiled_with_dynamic_shapes():
+    packed = pack(IDS, IDS)
+    grid = torch.arange(IDS.shape[0] * 2 * IDS.shape[1]).view(len(IDS), -1).float()
+
+    def there_and_back(values):
+        rows = unpack(pack_tokens(values, packed), packed, fill=-1.0)
+        return rows, unpack_responses(pack_responses(values[:, IDS.shape[1] :], packed), packed)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(there_and_back, fullgraph=True, dynamic=True, backend="eager")
+    assert all(torch.equal(*pair) for pair in zip(compiled(grid), there_and_back(grid), strict=True))

@@ -19,11 +19,12 @@ def _check_fill(fill: float, dtype: torch.dtype) -> None:
     """Raises unless `dtype` holds `fill` (floating point: rounded, but not to infinity)."""
     if not isinstance(fill, numbers.Real):
         raise TypeError(f"fill must be a number, got {type(fill).__name__}")
+    is_finite = abs(fill) < math.inf  # torch.compile takes it with dynamic shapes, math.isfinite it does not
     if dtype.is_floating_point or dtype.is_complex:
-        held = not math.isfinite(fill) or abs(fill) <= torch.finfo(dtype).max
+        held = not is_finite or abs(fill) <= torch.finfo(dtype).max
     else:
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-        held = math.isfinite(fill) and fill == int(fill) and low <= fill <= high
+        held = is_finite and fill == int(fill) and low <= fill <= high
     if not held:
         raise ValueError(f"fill must be a value of {dtype} like values, got {fill}")
 
