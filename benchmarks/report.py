@@ -31,6 +31,7 @@ import decode_report  # noqa: E402
 import decoder_layer_report  # noqa: E402
 import gemma4_stack as gemma4  # noqa: E402
 import kernel_report  # noqa: E402
+import long_context_report  # noqa: E402
 import sequence_parallel_report as sp_report  # noqa: E402
 import trl_report  # noqa: E402
 import verl_report  # noqa: E402
@@ -177,6 +178,11 @@ def sequence_parallel_tables(rows: list[dict[str, Any]]) -> str:
     return sp_report.text(rows, markdown_table)
 
 
+def long_context(rows: list[dict[str, Any]]) -> str:
+    """`examples/long_context_sp.py --json`: whole updates over several GPUs."""
+    return long_context_report.text(rows, markdown_table)
+
+
 def verl_updates(rows: list[dict[str, Any]]) -> str:
     """`benchmarks/verl_updates.py`: policy updates of veRL's worker."""
     return verl_report.text(rows, markdown_table)
@@ -212,6 +218,7 @@ BLOCKS = {
         Block("decode", "*/decode.json", decode, None),
         Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
         Block("sequence_parallel_tables", "*/sequence_parallel.json", sequence_parallel_tables, None, OWN),
+        Block("long_context", "*/long_context.json", long_context, long_context_report.draw, OWN),
         Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
         Block("trl_agreement", "*/trl_training.json", trl_agreement, None, OWN),
         Block("trl_updates", "*/trl_updates.json", trl_updates, trl_report.draw_updates),

@@ -180,7 +180,23 @@ def memory_text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], st
         values = [f"{x:.1f}" if x is not None else "-" for x in (*known, *further)]
         table.append((f"P = {prompt_len}, N·R = {most}", *values))
     note = f" ({', '.join(map(str, sizes))} GPUs: extrapolated from {max(models)})" if sizes else ""
-    return f"Memory model{note}: " + "; ".join(lines) + ".\n\n" + markdown_table(table)
+    model = f"Memory model{note}: " + "; ".join(lines) + ".\n\n" + markdown_table(table)
+    return model + against_model(rows, models, markdown_table)
+
+
+def against_model(
+    rows: Rows, models: dict[int, MemoryModel], markdown_table: Callable[[list[tuple[str, ...]]], str]
+) -> str:
+    """Measured peaks on more GPUs than two beside what the model of the fewest (of several) says of them."""
+    fewest = min((n for n in models if n > 1), default=0)
+    lines = [("peak GiB of a GPU", "GPUs", "measured", f"model of {gpus(fewest)}", "measured / model")]
+    for row in measured(rows):
+        if fewest and row["sp"] > fewest and row["provider"] in FITTED and row["peak_gib"]:
+            tokens = row["case"]["N"] * row["case"]["R"]
+            said = models[fewest].gib(row["case"]["P"], tokens, fewest / row["sp"])
+            name, ratio = f"P = {row['case']['P']}, N·R = {tokens}", row["peak_gib"] / said
+            lines.append((name, str(row["sp"]), f"{row['peak_gib']:.2f}", f"{said:.2f}", f"{ratio:.2f}"))
+    return "\n\n" + markdown_table(lines) if len(lines) > 1 else ""
 
 
 def draw(rows: Rows, path: Path) -> None:

@@ -15,6 +15,7 @@ Table = Callable[[list[tuple[str, ...]]], str]
 MODELS = {"qwen3-8b": ("Qwen3-8B", 36), "qwen3-30b-a3b": ("Qwen3-30B-A3B", 48)}
 SHARED, OWN, TORCH = "shared", "verl-flash_attention_2", "verl-torch-fa2"
 PASSES = ("policy_update", "old_log_prob", "ref_log_prob")
+STEPS = {"GRPO": PASSES, "DAPO": PASSES[:2]}  # what a step of each consists of, generation aside
 
 
 def place_of(row: dict[str, Any]) -> str:
@@ -90,9 +91,63 @@ def table_of(own: list[dict[str, dict[str, Any]]], table: Table) -> str:
     return table(lines)
 
 
+def steps(rows: Rows) -> list[dict[str, dict[str, Any]]]:
+    """As `cells`, the passes of a GRPO and of a DAPO step together, where all of them were measured."""
+    found = []
+    for name in dict.fromkeys(name_of(cell["shared"]) for cell in cells(rows)):
+        of_pass = {c["shared"]["pass"]: c for c in cells(rows) if name_of(c["shared"]) == name}
+        for step, names in STEPS.items():
+            step_cell = {}
+            for provider in (SHARED, OWN, TORCH):
+                parts = [of_pass.get(each, {}).get(provider, {}) for each in names]
+                if all("seconds" in part for part in parts):
+                    step_cell[provider] = added(parts) | {"pass": f"{step} step"}
+            if SHARED in step_cell and OWN in step_cell:
+                found.append(step_cell)
+    return found
+
+
+def added(parts: Rows) -> dict[str, Any]:
+    """Passes one after the other as one row."""
+    flops = sum(row["flops"] for row in parts)
+    return {
+        **parts[0], "flops": flops, "seconds": sum(row["seconds"] for row in parts),
+        "flop_ratio": sum(row["flop_ratio"] * row["flops"] for row in parts) / flops,
+        "peak_gib": max(row["peak_gib"] for row in parts),
+        "num_repeats": min(row["num_repeats"] for row in parts),
+    }  # fmt: skip
+
+
+def smallest_degree(rows: Rows) -> str:
+    """Where replicated rows fit with sequence parallelism only: shared ones without it beside them, in
+    seconds of a policy update for each group of rows, since the numbers of data-parallel ranks differ."""
+    lines = []
+    updates = [row for row in rows if row["pass"] == "policy_update" and "seconds" in row]
+    for shared in (row for row in updates if row["provider"] == SHARED and row["sp"] == 1):
+        same = {
+            name: shared[name] for name in ("model", "num_layers", "micro_batch", "num_micro_batches")
+        }
+        for provider in (OWN, TORCH):
+            own = [
+                row for row in updates
+                if row["provider"] == provider and row["dp"] * row["sp"] == shared["dp"]
+                and all(row[name] == value for name, value in same.items())
+            ]  # fmt: skip
+            first = min(own, key=lambda row: row["sp"], default=shared)
+            if first["sp"] > 1:
+                per_group = [row["seconds"] / row["dp"] for row in (shared, first)]
+                lines.append(
+                    f"{name_of(shared)}: {per_group[0]:.3f} s a group, {provider} with SP={first['sp']} "
+                    f"{per_group[1]:.3f} s: {per_group[1] / per_group[0]:.2f} times"
+                )
+    return "\n\nShared without sequence parallelism against replicated with the least that fits: " * bool(
+        lines
+    ) + "; ".join(lines)
+
+
 def passes(rows: Rows, table: Table) -> str:
-    """Every pass."""
-    return table_of(cells(rows), table)
+    """Every pass, and the steps that they make up."""
+    return table_of([*cells(rows), *steps(rows)], table) + smallest_degree(rows)
 
 
 def text(rows: Rows, table: Table) -> str:

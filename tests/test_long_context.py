@@ -15,8 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import long_context_report  # noqa: E402
 import multi_gpu_runs  # noqa: E402
 import sequence_parallel_report as report  # noqa: E402
+import verl_report  # noqa: E402
 
 
 def start(num_ranks: int, folder: Path, *arguments: str) -> list[subprocess.Popen[str]]:
@@ -112,3 +114,89 @@ def test_runs_for_any_number_of_gpus(num_gpus: int, expected: list[int], tmp_pat
         multi_gpu_runs.main(["--num-gpus", "0", "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         multi_gpu_runs.main(["--num-gpus", "1", "--only", "other", "--out", str(tmp_path)])
+
+
+def test_more_gpus_are_held_against_the_model_of_fewer() -> None:
+    from report import markdown_table
+
+    ours = [row for row in rows() if row["provider"] != "fa2-replicated"]
+    four = [{**row, "sp": 4, "peak_gib": 2 * row["peak_gib"]} for row in ours if row["sp"] == 2]
+    text = report.text(ours + four, markdown_table)
+    said = 0.5 + (2e-4 * 8192 + 3e-4 * 2048) / 4
+    measured = 2 * (0.5 + (2e-4 * 8192 + 3e-4 * 2048) / 2)
+    line = f"| P = 8192, N·R = 2048 | 4 | {measured:.2f} | {said:.2f} | {measured / said:.2f} |"
+    assert line in text and "measured / model" not in report.text(ours, markdown_table)
+
+
+def verl_row(provider: str, name: str, seconds: float, **more: Any) -> dict[str, Any]:
+    shared = provider == "shared"
+    return {
+        "model": "qwen3-30b-a3b", "num_layers": 48, "provider": provider, "pass": name, "micro_batch": 4,
+        "num_micro_batches": 4, "dp": 8, "sp": 1, "flops": 1e12 if shared else 2e12, "flop_ratio": 2.0,
+        "seconds": seconds, "num_repeats": 1, "peak_gib": 5.0 if shared else 9.0,
+    } | more  # fmt: skip
+
+
+def test_steps_are_their_passes_together() -> None:
+    from report import markdown_table
+
+    found = [verl_row("shared", name, 1.0) for name in verl_report.PASSES]
+    found += [verl_row(verl_report.OWN, name, 1.5) for name in verl_report.PASSES]
+    text = verl_report.passes(found, markdown_table)
+    assert "micro-batches of 4: GRPO step | 3.00 | 4.50 | - | 1.50x | 2.00x | 75% | - | 5.0 | 9.0 |" in text
+    assert "micro-batches of 4: DAPO step | 2.00 | 3.00 | - | 1.50x |" in text
+    assert "DAPO" not in verl_report.passes(found[1:], markdown_table)
+
+
+def test_shared_rows_stand_against_the_least_sequence_parallelism_that_fits() -> None:
+    own = {"provider": verl_report.OWN, "name": "policy_update"}
+    found = [verl_row("shared", "policy_update", 4.0)]
+    found += [verl_row(**own, seconds=0.0) | {"error": "CUDA out of memory"}]
+    found[-1].pop("seconds")
+    found += [verl_row(**own, seconds=6.0, dp=4, sp=2), verl_row(**own, seconds=9.0, dp=2, sp=4)]
+    text = verl_report.smallest_degree(found)
+    assert text.endswith(f"0.500 s a group, {verl_report.OWN} with SP=2 1.500 s: 3.00 times")
+    found.append(verl_row(**own, seconds=8.0))  # fits without any
+    assert verl_report.smallest_degree(found) == ""
+
+
+def test_replicated_runs_end_with_the_first_degree_that_fits(tmp_path: Path, monkeypatch: Any) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        degree = int(command[command.index("--sp") + 1]) if "--sp" in command else 1
+        provider = command[command.index("--providers") + 1]
+        row = verl_row(provider, "policy_update", 1.0, sp=degree)
+        if provider != "shared" and degree < 2:
+            row = {k: v for k, v in row.items() if k != "seconds"} | {"error": "out of memory"}
+        (tmp_path / "verl_updates.json").write_text(json.dumps([row]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["--tiny", "--num-gpus", "8", "--only", "moe", "--out", str(tmp_path)]
+    assert multi_gpu_runs.main(arguments) == 0
+    degrees = [c[c.index("--sp") + 1] if "--sp" in c else None for c in commands]
+    assert degrees == [None, "1", "2"]
+    assert all(c[c.index("--nproc-per-node") + 1] == "8" for c in commands)
+
+
+def test_report_of_whole_updates(tmp_path: Path) -> None:
+    from report import markdown_table
+
+    def record(world: int, seconds: float, peak: float | None) -> dict[str, Any]:
+        case = {"shape": "llama-3.1-8b", "prompt_length": 131072, "num_responses": 16}
+        case |= {"response_length": 2048, "dtype": "bfloat16"}
+        phases = {name: {"seconds": seconds / 4, "peak_gib": peak} for name in long_context_report.PHASES}
+        facts = {"device": "a GPU", "torch": "2", "transformers": "5", "date": "today"}
+        return {
+            "case": case, "phases": phases, "machine": facts, "commit": "0123456789abcdef", "world": world,
+            "sp": world, "num_layers": 8, "update_seconds": seconds,
+        }  # fmt: skip
+
+    measured = [record(2, 9.0, 50.0), record(1, 12.0, None), record(2, 8.0, 40.0)]
+    text = long_context_report.text(measured, markdown_table)
+    assert "8 layers, P=131,072 | 1 | 3.00 | 3.00 | 3.00 | 3.00 | 12.00 | - |  |" in text
+    assert "| 2 | 2.00 | 2.00 | 2.00 | 2.00 | 8.00 | 40.0 | 75% |" in text and "9.00" not in text
+    long_context_report.draw(measured, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
