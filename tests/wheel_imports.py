@@ -24,7 +24,7 @@ PACKAGES = [
     "trl==1.16.0", "verl==0.9.1", "openrlhf==0.11.2", "transformers==5.10.4", "transformers==5.17.0",
     "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "ring-flash-attn==0.1.8", "yunchang==0.6.4",
     "transformer-engine==2.20.2", "megatron-core==0.16.1", "diffusers==0.42.1", "ms-swift==4.6.0",
-    "axolotl==0.19.0", "xtuner==0.2.0", "flash-linear-attention==0.6.0",
+    "axolotl==0.19.0", "xtuner==0.2.0", "flash-linear-attention==0.6.0", "vllm==0.11.0", "vllm==0.33.0",
 ]  # fmt: skip
 ROOTS = ("flash_attn", "flash_attn_2_cuda")
 OF_OTHERS = ("flash_attn.cute",)  # flash-attn-4's
