@@ -226,6 +226,11 @@ def test_empty_batch_is_a_layout():
             ValueError,
             r"max_total must be below 2\*\*31, got 2147483648",
         ),
+        (
+            dict(**BASE, max_total=9, max_segments=2**70),
+            ValueError,
+            r"max_segments must be below 2\*\*31, got 1180591620",
+        ),
     ],
 )
 def test_bad_lengths_are_refused(arguments, error, match):

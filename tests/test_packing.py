@@ -357,6 +357,19 @@ IDS, MASK = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, dtype=torch.int64)
         ),
         (dict(prompts=[1], responses=[[1]]), ValueError, "prompts[0] must be a list of ids, got shape []"),
         (dict(prompts=[[]], responses=[[1]]), ValueError, "prompts[0] must have at least one token, got 0"),
+        (dict(prompts=[[2**70]], responses=[[1]]), ValueError, "prompts[0] must be a list of ids, got [118"),
+        (dict(prompts=["ab"], responses=[[1]]), ValueError, "prompts[0] must be a list of ids, got 'ab'"),
+        (dict(prompts=[None], responses=[[1]]), ValueError, "prompts[0] must be a list of ids, got None"),
+        (
+            dict(prompts=[[1]], responses=None),
+            TypeError,
+            "responses must be a list of rows like prompts, got NoneType",
+        ),
+        (
+            dict(prompts=None, responses=[[1]]),
+            TypeError,
+            "prompts must be a list of rows like prompts, got NoneType",
+        ),
         (
             dict(prompts=IDS, responses=IDS, prompt_mask=0 * MASK),
             ValueError,

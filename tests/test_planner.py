@@ -8,6 +8,7 @@ import json
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -170,6 +171,11 @@ def test_a_group_above_the_budget_is_split_into_few_parts():
             r"row_lens\[1\] must be \(at least 2 prompt tokens",
         ),
         (
+            {"max_tokens": 9, "row_lens": [(1, 1), (2, 1)]},
+            r"row_lens\[1\] must have the 1 prompt tokens of its group's first row, got 2",
+        ),
+        ({"max_tokens": float("nan")}, "max_tokens and num_ranks must be at least 1, got max_tokens=nan"),
+        (
             {"max_tokens": 9, "row_lens": [(0, 1), (0, 1)]},
             r"row_lens\[0\] must be \(at least 1 prompt tokens",
         ),
@@ -183,6 +189,20 @@ def test_bad_arguments(arguments, message):
     values = {"row_lens": [(2, 1), (2, 1)], "groups": [[0, 1]], **arguments}
     with pytest.raises(ValueError, match=message):
         plan_micro_batches(values.pop("row_lens"), values.pop("groups"), **values)
+
+
+def test_lengths_are_whole_numbers():
+    for pair in ((2, 1.5), (True, 1), tuple(torch.tensor([2, 1]))):
+        with pytest.raises(TypeError, match=r"row_lens\[0\]\[\d\] must be a Python int, got"):
+            plan_micro_batches([pair], [[0]], max_tokens=9)
+    (micro_batch,) = plan_micro_batches(np.array([[2, 1], [2, 3]]), [[0, 1]], max_tokens=9).ranks[0]
+    assert type(micro_batch.num_tokens) is int and micro_batch.num_tokens == 7
+
+
+@pytest.mark.parametrize("windows", [(), (0,), (None, -1)])
+def test_windows_that_are_none_are_refused(windows):
+    with pytest.raises(ValueError, match="windows must be None or at least 1, for one layer or more, got"):
+        CostModel(1.0, 0.0, 1.0, 1.0, windows=windows)
 
 
 def test_groups_with_a_common_prefix_count_their_own_tokens():

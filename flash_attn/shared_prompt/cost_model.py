@@ -84,6 +84,8 @@ class CostModel:
         for name in COEFFICIENTS:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not self.windows or not all(window is None or window >= 1 for window in self.windows):
+            raise ValueError(f"windows must be None or at least 1, for one layer or more, got {self.windows}")
 
     @classmethod
     def from_flops(

@@ -41,7 +41,10 @@ def pad_rows(
         raise TypeError(f"{name} must be a tensor or a list of rows, got {type(rows).__name__}")
     tensors = []
     for i, row in enumerate(rows):
-        tensor = torch.as_tensor(row)
+        try:
+            tensor = torch.as_tensor(row)
+        except (TypeError, ValueError, RuntimeError) as error:  # no numbers, or none of 64 bits
+            raise ValueError(f"{name}[{i}] must be a list of ids, got {row!r:.80}") from error
         if tensor.dim() != 1:
             raise ValueError(f"{name}[{i}] must be a list of ids, got shape {list(tensor.shape)}")
         if tensor.numel():

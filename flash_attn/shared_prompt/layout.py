@@ -27,14 +27,17 @@ def check_boundary(boundary: str) -> None:
         raise ValueError(f'boundary must be "fork" or "shared", got {boundary!r}')
 
 
-def _length(name: str, value: Any, minimum: int) -> int:
-    # Anything with an index (NumPy integers too), but no tensor: reading one from a GPU waits for it.
-    length = None
+def whole_number(name: str, value: Any) -> int:
+    """`value` as an int: anything with an index (NumPy integers too), but no tensor, since reading one from a
+    GPU waits for it. Raises TypeError."""
     if not isinstance(value, (bool, torch.Tensor)):
         with contextlib.suppress(TypeError):
-            length = operator.index(value)
-    if length is None:
-        raise TypeError(f"{name} must be a Python int, got {type(value).__name__} {value!r}")
+            return operator.index(value)
+    raise TypeError(f"{name} must be a Python int, got {type(value).__name__} {value!r}")
+
+
+def _length(name: str, value: Any, minimum: int) -> int:
+    length = whole_number(name, value)
     if length < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {length}")
     return length
@@ -195,8 +198,9 @@ class SharedPromptLayout:
         capacities = None
         if max_segments is not None and max_total is not None:
             capacities = (_length("max_segments", max_segments, 0), _length("max_total", max_total, 0))
-            if capacities[1] > _INT32_MAX:
-                raise ValueError(f"max_total must be below 2**31, got {max_total}")
+            for name, capacity in zip(("max_segments", "max_total"), capacities, strict=True):
+                if capacity > _INT32_MAX:
+                    raise ValueError(f"{name} must be below 2**31, got {capacity}")
         layout = object.__new__(cls)
         layout._fill(*_check_lengths(prompt_lens, response_lens), boundary, capacities)
         layout._set(device=torch.device("cpu"), _plans={})

@@ -284,7 +284,7 @@ def _check_kinds(named: dict[str, Any]) -> None:
     prompts, responses = named["prompts"], named["responses"]
     padded = isinstance(prompts, torch.Tensor)
     for name, value in named.items():
-        if value is None:
+        if value is None and name not in ("prompts", "responses"):
             continue
         if (
             isinstance(value, torch.Tensor) != padded

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 from flash_attn.shared_prompt.cost_model import CostModel, GroupLens, num_tokens
 from flash_attn.shared_prompt.grouping import PromptGroups
+from flash_attn.shared_prompt.layout import whole_number
 
 OverBudget = Literal["raise", "split", "alone"]
 
@@ -92,7 +93,7 @@ def plan_micro_batches(
 
     - `row_lens[i]`: (prompt, response) tokens of row i. `groups`: rows that share their prompt, each row in
       exactly one; `PromptGroups` (from `group_by_prompt`) also says how many tokens they share, by default
-      the whole prompt.
+      the whole prompt, which must then have one length in a group.
     - `max_tokens`: packed tokens of a micro-batch, at most.
     - `equal_groups`: every rank gets as many groups (their number must be a multiple of `num_ranks`), for
       trainers that need equal batches. Otherwise ranks get equal cost.
@@ -104,7 +105,7 @@ def plan_micro_batches(
     `shared=False`. Bound: the slowest rank costs at most mean + the costliest group before placeholders and
     unshared micro-batches. Raises ValueError naming the group or row.
     """
-    if max_tokens < 1 or num_ranks < 1:
+    if not (max_tokens >= 1 and num_ranks >= 1):  # NaN too
         raise ValueError(
             f"max_tokens and num_ranks must be at least 1, got max_tokens={max_tokens}, num_ranks={num_ranks}"
         )
@@ -132,22 +133,29 @@ def _lengths(
     all_rows = groups.rows if isinstance(groups, PromptGroups) else [list(rows) for rows in groups]
     if sorted(row for rows in all_rows for row in rows) != list(range(len(row_lens))) or not all(all_rows):
         raise ValueError(f"groups must hold each of the {len(row_lens)} rows exactly once, got {all_rows}")
-    if isinstance(groups, PromptGroups):
-        prefixes = groups.prefix_lens
-    else:
-        prefixes = [row_lens[rows[0]][0] for rows in all_rows]
+    lens = [_row_lens(row, pair) for row, pair in enumerate(row_lens)]
+    given = groups.prefix_lens if isinstance(groups, PromptGroups) else None
+    prefixes = [lens[rows[0]][0] for rows in all_rows] if given is None else given
     result = []
     for rows, prefix in zip(all_rows, prefixes, strict=True):
         for row in rows:
-            prompt_len, response_len = row_lens[row]
-            if prefix < 1 or prompt_len < prefix or response_len < 0:
-                least = max(prefix, 1)
+            least = max(prefix, 1)
+            if lens[row][0] < least or lens[row][1] < 0:
                 raise ValueError(
-                    f"row_lens[{row}] must be (at least {least} prompt tokens, at least 0), "
-                    f"got {row_lens[row]}"
+                    f"row_lens[{row}] must be (at least {least} prompt tokens, at least 0), got {lens[row]}"
                 )
-        result.append((tuple(rows), GroupLens(prefix, tuple(sum(row_lens[row]) - prefix for row in rows))))
+            if given is None and lens[row][0] != prefix:
+                raise ValueError(
+                    f"row_lens[{row}] must have the {prefix} prompt tokens of its group's first row, got "
+                    f"{lens[row][0]} (PromptGroups say how many tokens rows of different prompts share)"
+                )
+        result.append((tuple(rows), GroupLens(prefix, tuple(sum(lens[row]) - prefix for row in rows))))
     return result
+
+
+def _row_lens(row: int, pair: Sequence[int]) -> tuple[int, int]:
+    prompt_len, response_len = (whole_number(f"row_lens[{row}][{i}]", n) for i, n in enumerate(pair))
+    return prompt_len, response_len
 
 
 def _item(rows: Sequence[int], lens: GroupLens, index: int, model: CostModel) -> _Item:
