@@ -253,6 +253,16 @@ def test_wrong_packed_arguments() -> None:
         apply_rotary_emb(torch.zeros(1, 3, 2, 8, dtype=torch.int64), cos, cos)
 
 
+def test_tables_of_inference_mode_are_not_kept_for_gradients() -> None:
+    module = RotaryEmbedding(8).eval()
+    with torch.inference_mode():
+        module(torch.zeros(1, 8, 3, 1, 8))
+    qkv = torch.randn(1, 8, 3, 1, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(module(qkv * 1).sum(), qkv)
+    (wanted,) = torch.autograd.grad(RotaryEmbedding(8)(qkv * 1).sum(), qkv)
+    torch.testing.assert_close(grad, wanted)
+
+
 def test_offsets_without_max_seqlen_reach_as_far_as_the_calls_before() -> None:
     module, offsets = RotaryEmbedding(8), torch.tensor([4, 1], dtype=torch.int32)
     module(torch.zeros(1, 8, 3, 1, 8))
