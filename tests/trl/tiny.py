@@ -6,38 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import tiny_models
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from tiny_models import BASE
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 VOCAB = 61
-BASE: dict[str, Any] = {
-    "vocab_size": VOCAB + 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "llama": {"attention_dropout": 0.0},
-    "dropout": {"model_type": "llama", "attention_dropout": 0.1},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    # Linear attention mixes rows: refused.
-    "qwen3_next": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention",
-        "full_attention"],
-    },
-}  # fmt: skip
+KINDS = {**tiny_models.KINDS, "dropout": {"model_type": "llama", "attention_dropout": 0.1}}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -53,16 +29,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model_path(folder: Path, kind: str = "qwen3") -> str:
-    """The folder of a saved model, made on first use with fixed weights."""
-    path = folder / kind
-    if not path.exists():
-        values = {**BASE, **KINDS[kind]}
-        config = AutoConfig.for_model(values.pop("model_type", kind), **values)
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        tokenizer().save_pretrained(path)
-    return str(path)
+    """The folder of a saved model and its tokenizer, made on first use with fixed weights."""
+    return tiny_models.saved(folder, kind, {**BASE, **KINDS[kind]}, tokenizer())
 
 
 def prompts(num_prompts: int = 8, longest: int = 24) -> Dataset:

@@ -15,6 +15,7 @@ def main(folder: Path, rank: int, port: str, cases: list[str]) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
         MASTER_PORT=port, ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
     )  # fmt: skip
+    sys.path.insert(0, str(Path(__file__).parents[1] / "shared_by_frameworks"))
     import torch
 
     torch.set_num_threads(1)

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tiny_models
 import torch
 from tensordict import TensorDict
-from transformers import AutoConfig, AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
@@ -24,26 +24,10 @@ from verl.workers.utils.losses import ppo_loss
 
 from flash_attn.integrations import verl as plugin
 
-BASE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
+BASE = {**tiny_models.BASE, "tie_word_embeddings": True}
 KINDS: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "llama": {"attention_dropout": 0.0},
+    **tiny_models.KINDS,
     "one_key_head": {"model_type": "qwen3", "num_key_value_heads": 1},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "sinks": {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -56,27 +40,13 @@ KINDS: dict[str, dict[str, Any]] = {
             "long_factor": [2.0] * 4,
         },
     },
-    # Linear attention mixes rows: refused.
-    "qwen3_next": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention",
-        "full_attention"],
-    },
 }  # fmt: skip
 PLUGIN = "flash_attn.integrations.verl"
 
 
 def model_path(folder: Path, kind: str = "qwen3") -> str:
     """The folder of a saved model, made on first use with fixed weights."""
-    path = folder / kind
-    if not path.exists():
-        values = {**BASE, **KINDS[kind]}
-        config = AutoConfig.for_model(values.pop("model_type", kind), **values)
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
+    return tiny_models.saved(folder, kind, {**BASE, **KINDS[kind]})
 
 
 def make_worker(

@@ -16,7 +16,10 @@ def main(folder: Path, rank: int, port: str, cases: list[str]) -> None:
         HF_HUB_OFFLINE="1",
     )  # fmt: skip
     here = Path(__file__).parent
-    sys.path[:0] = [str(here), str(here.parents[1] / "examples" / "verl")]
+    sys.path[:0] = [
+        str(folder)
+        for folder in (here, here.parent / "shared_by_frameworks", here.parents[1] / "examples" / "verl")
+    ]
     import torch
 
     torch.set_num_threads(1)
