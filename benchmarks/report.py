@@ -29,6 +29,7 @@ import attention_report  # noqa: E402
 import checks_report  # noqa: E402
 import decode_report  # noqa: E402
 import decoder_layer_report  # noqa: E402
+import gains_report  # noqa: E402
 import gemma4_stack as gemma4  # noqa: E402
 import kernel_report  # noqa: E402
 import long_context_report  # noqa: E402
@@ -58,6 +59,11 @@ def markdown_table(rows: list[tuple[str, ...]]) -> str:
     head, *body = rows
     rule = [":--", *["--:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *body])
+
+
+def gains(record: dict[str, Any]) -> str:
+    """A line from each kind of measurement."""
+    return gains_report.text(record, RESULTS, markdown_table)
 
 
 def policy_update(record: dict[str, Any]) -> str:
@@ -202,6 +208,7 @@ OWN = "benchmarks/README.md"
 BLOCKS = {
     block.name: block
     for block in (
+        Block("gains", "cpu/policy_update.json", gains, None),
         Block("policy_update", "cpu/policy_update.json", policy_update, draw_policy_update),
         Block("kernels", "*/kernels.json", kernels, kernel_report.draw),
         Block("kernel_tables", "*/kernels*.json", kernel_tables, kernel_report.draw, OWN),

@@ -124,9 +124,7 @@ def smallest_degree(rows: Rows) -> str:
     lines = []
     updates = [row for row in rows if row["pass"] == "policy_update" and "seconds" in row]
     for shared in (row for row in updates if row["provider"] == SHARED and row["sp"] == 1):
-        same = {
-            name: shared[name] for name in ("model", "num_layers", "micro_batch", "num_micro_batches")
-        }
+        same = {name: shared[name] for name in ("model", "num_layers", "micro_batch", "num_micro_batches")}
         for provider in (OWN, TORCH):
             own = [
                 row for row in updates

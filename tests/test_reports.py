@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import build_time
 import checks_report
 import decoder_layer_report
+import gains_report
 import kernel_report
 from report import markdown_table
 
@@ -182,3 +184,21 @@ def test_build_times_come_from_ninja_s_log():
         {"obj/a.cu.o": (0, 9000), "obj/b.cu.o": (100, 12000), "_C.so": (12000, 13000)}, 13000,
     )  # fmt: skip
     assert build_time.times_of(one + "5\t700\t1\tobj/a.cu.o\tx\n")[1] is None  # built in two runs
+
+
+def test_gains_are_of_fixed_cells_and_leave_out_what_was_not_measured(tmp_path):
+    demo = {
+        "case": {"model": "a model", "num_groups": 2, "num_responses": 8},
+        "groups": [{"prompt": 90}, {"prompt": 100}],
+        "variants": {"replicated": {"total_seconds": 6.0}, "shared": {"total_seconds": 1.5}},
+    }  # fmt: skip
+    text = gains_report.text(demo, tmp_path, markdown_table)
+    assert "| `make demo`: a model, 2 prompts of 100 tokens, 8 responses, CPU | 6.0 s | 1.5 s | 4x |" in text
+    assert "On one a GPU" in text and text.count("\n|") == 2
+    case = CASE | {"N": 28, "P": 16384, "R": 2048}
+    rows = kernel_rows(CASE | {"N": 28}, ours_sm90a=(9.0, 9.0))
+    rows += kernel_rows(case, ours_sm90a=(20.0, 80.0), fa2_replicated=(200.0, 600.0))
+    (tmp_path / "nvidia_h200").mkdir()
+    (tmp_path / "nvidia_h200" / "kernels.json").write_text(json.dumps(rows))
+    text = gains_report.text(demo, tmp_path, markdown_table)
+    assert "a prompt of 16,384, 28 responses of 2,048 | 800 ms | 100 ms | 8x |" in text
