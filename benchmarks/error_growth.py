@@ -30,7 +30,7 @@ from run import environment, packed, short  # noqa: E402
 OURS = ("ours-sm90a", "ours-sm80", "ours-deterministic")
 NAMES = (*OURS, "fa2-two-call", "fa2-replicated", "cudnn-two-call", "cudnn-replicated")
 GATHERED = ("gather-varlen", "prefix-grouper")
-FA4 = ("fa4-two-call", "fa4-gather", "fa4-block-sparse")  # compiled anew for every ratio: over N only
+FA4 = ("fa4-two-call", "fa4-replicated", "fa4-gather", "fa4-block-sparse")  # compiled anew for every ratio: over N only
 ALL = (*NAMES, *GATHERED, *FA4, "flex")
 RESPONSES, RATIOS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16)
 BASE = dict(prompt_len=256, response_len=128, head_dim=128)
@@ -85,7 +85,7 @@ def main() -> None:
     points = [("N", n, (*NAMES, *GATHERED)) for n in args.responses]
     points += [("ratio", ratio, (*NAMES, *GATHERED)) for ratio in args.ratios]
     points += [("N", n, FA4) for n in args.responses] if FA4[0] in PROVIDERS else []
-    points += [("N", n, ("flex",)) for n in (8, 64) if n in args.responses]  # compiled anew for every shape
+    points += [("N", n, ("flex",)) for n in sorted(args.responses, reverse=True)]  # compiled for every shape
     for axis, point, names in points:
         n, ratio = (point, 2) if axis == "N" else (8, point)
         case = Case(num_responses=n, num_heads=2 * ratio, num_heads_k=2, **BASE)
