@@ -30,7 +30,8 @@ from run import environment, packed, short  # noqa: E402
 OURS = ("ours-sm90a", "ours-sm80", "ours-deterministic")
 NAMES = (*OURS, "fa2-two-call", "fa2-replicated", "cudnn-two-call", "cudnn-replicated")
 GATHERED = ("gather-varlen", "prefix-grouper")
-FA4 = ("fa4-two-call", "fa4-replicated", "fa4-gather", "fa4-block-sparse")  # compiled anew for every ratio: over N only
+# Compiled anew for every ratio: over N only.
+FA4 = ("fa4-two-call", "fa4-replicated", "fa4-gather", "fa4-block-sparse")
 ALL = (*NAMES, *GATHERED, *FA4, "flex")
 RESPONSES, RATIOS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16)
 BASE = dict(prompt_len=256, response_len=128, head_dim=128)
