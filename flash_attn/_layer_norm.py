@@ -107,6 +107,29 @@ def rms_norm_fn(
     )  # fmt: skip
 
 
+def layer_norm_linear_fn(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`layer_norm_fn`, then a linear layer: linear_weight (out, hidden), linear_bias (out,) -> (..., out).
+
+    With `prenorm` also the sum r. Under autocast in its dtype, else in x's."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    options = dict(prenorm=True, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, out_dtype=dtype)
+    y, r = layer_norm_fn(x, norm_weight, norm_bias, residual, eps=eps, **options)  # type: ignore[arg-type]
+    out = F.linear(y, linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype))  # type: ignore[arg-type]
+    return (out, r) if prenorm else out  # type: ignore[return-value]
+
+
 class RMSNorm(torch.nn.Module):
     """RMSNorm over the last dimension, with dropout before it while training and an optional residual."""
 

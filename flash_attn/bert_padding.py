@@ -37,6 +37,24 @@ def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tenso
     return index_first_axis(x, indices), x
 
 
+class IndexFirstAxis:
+    """flash-attn's autograd class of `index_first_axis`, which some models call by its `apply`."""
+
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    """Likewise of `index_put_first_axis`."""
+
+    apply = staticmethod(index_put_first_axis)
+
+
+class IndexFirstAxisResidual:
+    """Likewise of `index_first_axis_residual`."""
+
+    apply = staticmethod(index_first_axis_residual)
+
+
 def _cu_seqlens(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 

@@ -76,6 +76,9 @@ SURFACE: dict[str, dict[str, str | None]] = {
         "index_first_axis_residual": None,
         "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
         "rearrange": None,
+        "IndexFirstAxis": None,  # dolomite-engine's models
+        "IndexPutFirstAxis": None,
+        "IndexFirstAxisResidual": None,
     },
     # verl, megatron-core, metax vLLM plug-in
     "flash_attn.layers.rotary": {
@@ -87,6 +90,9 @@ SURFACE: dict[str, dict[str, str | None]] = {
         "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, "
         "seqlen_offsets=0, num_heads_q=None",
         "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+        "ApplyRotaryEmb": None,  # InternLM
+        "ApplyRotaryEmbQKV_": None,
+        "ApplyRotaryEmbKV_": None,
         "RotaryEmbedding": "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
     },
     # axolotl
@@ -117,7 +123,8 @@ SURFACE: dict[str, dict[str, str | None]] = {
     # verl, openrlhf, axolotl; vLLM (apply_rotary)
     "flash_attn.ops.triton.cross_entropy": {
         "cross_entropy_loss": f"logits, labels, precomputed_lse=None, {LOSS}, ignore_index=-100, "
-        "inplace_backward=False, process_group=None"
+        "inplace_backward=False, process_group=None",
+        "CrossEntropyLoss": None,
     },
     "flash_attn.ops.triton.rotary": {
         "apply_rotary": "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, "
@@ -126,6 +133,8 @@ SURFACE: dict[str, dict[str, str | None]] = {
     "flash_attn.ops.triton.layer_norm": {
         "layer_norm_fn": f"{NORM}, is_rms_norm=False, {NORM_TAIL}",
         "rms_norm_fn": f"{NORM}, {NORM_TAIL}",
+        "layer_norm_linear_fn": "x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, "
+        "eps=1e-06, prenorm=False, residual_in_fp32=False, is_rms_norm=False",
         "RMSNorm": "hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, device=None, "
         "dtype=None",
     },
@@ -157,9 +166,26 @@ def test_names_and_signatures(module: str, ops_on_any_machine: Any) -> None:
         found = getattr(imported, name)
         if expected is not None:
             assert parameters(found) == expected, name
-            assert inspect.isfunction(found) or inspect.isclass(found), (
-                name
-            )  # introspected by ring-flash-attn
+            # ring-flash-attn introspects them.
+            assert inspect.isfunction(found) or inspect.isclass(found), name
+
+
+def test_autograd_classes_are_their_functions(ops_on_any_machine: Any) -> None:
+    """By `apply`, whose arguments are the functions'."""
+    for module, names in {
+        "flash_attn.bert_padding": dict(
+            IndexFirstAxis="index_first_axis", IndexPutFirstAxis="index_put_first_axis",
+            IndexFirstAxisResidual="index_first_axis_residual",
+        ),
+        "flash_attn.layers.rotary": dict(
+            ApplyRotaryEmb="apply_rotary_emb", ApplyRotaryEmbQKV_="apply_rotary_emb_qkv_",
+            ApplyRotaryEmbKV_="apply_rotary_emb_kv_",
+        ),
+        "flash_attn.ops.triton.cross_entropy": dict(CrossEntropyLoss="cross_entropy_loss"),
+    }.items():  # fmt: skip
+        found = importlib.import_module(module)
+        for name, function in names.items():
+            assert getattr(found, name).apply is getattr(found, function)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn._layer_norm import RMSNorm, layer_norm_fn, rms_norm_fn
+from flash_attn._layer_norm import RMSNorm, layer_norm_fn, layer_norm_linear_fn, rms_norm_fn
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -81,3 +81,20 @@ def test_module() -> None:
     dropping = RMSNorm(8, dropout_p=0.5, dtype=torch.float64)
     assert not torch.allclose(dropping(x), theirs(x))
     torch.testing.assert_close(dropping.eval()(x), theirs(x))
+
+
+@pytest.mark.parametrize("is_rms_norm", [False, True])
+def test_linear_behind_the_norm(is_rms_norm: bool) -> None:
+    x, residual, weight, bias, linear, shift = inputs = (
+        make(2, 3, 8), make(2, 3, 8), make(8), make(8), make(5, 8), make(5)
+    )  # fmt: skip
+    rest = dict(eps=1e-3, prenorm=True, is_rms_norm=is_rms_norm)
+    got = layer_norm_linear_fn(x, weight, bias, linear, shift, residual, **rest)  # type: ignore[arg-type]
+    y, r = layer_norm_fn(x, weight, bias, residual, **rest)  # type: ignore[arg-type,misc]
+    expected = torch.nn.functional.linear(y, linear, shift), r  # type: ignore[arg-type]
+    torch.testing.assert_close(got, expected)
+    grads = [torch.autograd.grad(sum(z.square().sum() for z in ys), inputs) for ys in (got, expected)]  # type: ignore[misc,union-attr]
+    torch.testing.assert_close(*grads)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = layer_norm_linear_fn(x.float(), weight, None, linear, None, is_rms_norm=is_rms_norm)
+    assert isinstance(low, Tensor) and low.dtype == torch.bfloat16

@@ -160,6 +160,24 @@ def apply_rotary_emb_kv_(
     return _in_place(kv, lambda x: (x[:, :, 0],), interleaved, *tables)
 
 
+class ApplyRotaryEmb:
+    """flash-attn's autograd class of `apply_rotary_emb`, which older models call by its `apply`."""
+
+    apply = staticmethod(apply_rotary_emb)
+
+
+class ApplyRotaryEmbQKV_:
+    """Likewise of `apply_rotary_emb_qkv_`."""
+
+    apply = staticmethod(apply_rotary_emb_qkv_)
+
+
+class ApplyRotaryEmbKV_:
+    """Likewise of `apply_rotary_emb_kv_`."""
+
+    apply = staticmethod(apply_rotary_emb_kv_)
+
+
 class RotaryEmbedding(torch.nn.Module):
     """Turns queries and keys by their positions, in place; keeps the tables of the longest sequence seen.
 
