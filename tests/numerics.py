@@ -83,9 +83,8 @@ class Case:
     scale_q: float = 1.0
     seed: int = 0
     tensors: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)
-    terms: dict[str, Tensor] = field(
-        init=False, repr=False, default_factory=dict
-    )  # the reference's bias, weights
+    # The reference's keyword arguments "bias" and "weights".
+    terms: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)

@@ -32,9 +32,7 @@ def problem(
     results = []
     for low, inputs in ((True, whole), (False, [x.double() for x in whole])):
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-        out = reference.attention(
-            *leaves, segments=layout.segments_host, causal=True, low=low, **options
-        )[0]
+        out = reference.attention(*leaves, segments=layout.segments_host, causal=True, low=low, **options)[0]
         results.append([out.detach(), *torch.autograd.grad(out, leaves, inputs[3].to(out.dtype))])
     return layout, whole, results
 

@@ -64,9 +64,8 @@ def test_both_updates_are_equal_and_leave_the_model_as_it_was(model):
     assert differences.gradient_norm > 0 and differences.num_parameters == len(list(model.parameters()))
     assert compare.problems(GROUPS, differences, compare.TOLERANCES[torch.float32]) == []
     assert replicated.num_tokens == 3 * 37 + 8 + 2 * 11 + 3
-    assert (
-        shared.num_tokens == 37 + 8 + 2 + 11 + 3 + 1
-    )  # and the last prompt token once more per further response
+    # + 2, + 1: the last prompt token once more per further response.
+    assert shared.num_tokens == 37 + 8 + 2 + 11 + 3 + 1
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert list(shared.phases.seconds) == ["old log-probs", "forward + backward", "optimizer step"]
     assert model.config._attn_implementation == "sdpa"

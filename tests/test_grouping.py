@@ -125,21 +125,18 @@ def test_longest_common_prefix_stores_the_fewest_tokens(seed, boundary):
 
 
 def test_nothing_is_shared_without_gain():
-    groups = group_by_prompt(
-        [[1, 2, 3], [1, 5, 6]], longest_common_prefix=True
-    )  # a shared BOS alone saves nothing
+    prompts = [[1, 2, 3], [1, 5, 6]]
+    # A shared BOS alone saves nothing where the last prompt token is copied.
+    groups = group_by_prompt(prompts, longest_common_prefix=True)
     assert groups.rows == [[0], [1]] and groups.prefix_lens == [3, 3]
-    assert group_by_prompt(
-        [[1, 2, 3], [1, 5, 6]], longest_common_prefix=True, boundary="shared"
-    ).prefix_lens == [1]
+    groups = group_by_prompt(prompts, longest_common_prefix=True, boundary="shared")
+    assert groups.prefix_lens == [1]
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_a_pair_with_a_token_merged_across_the_boundary_is_one_group(boundary):
-    chosen, rejected = (
-        [1, 2, 3, 4, 40],
-        [1, 2, 3, 4, 41, 42],
-    )  # the tokenizer merged the prompt's end with the response
+    # The tokenizer merged the prompt's end with the response.
+    chosen, rejected = [1, 2, 3, 4, 40], [1, 2, 3, 4, 41, 42]
     packed = pack([chosen, rejected], [[7, 8], [9]], longest_common_prefix=True, boundary=boundary)
     assert (
         packed.rows == ((0, 1),)

@@ -9,9 +9,8 @@ import torch._dynamo.testing
 
 from flash_attn.shared_prompt import SharedPromptLayout, log_probs, pack, unpack_responses
 
-MODULE = importlib.import_module(
-    "flash_attn.shared_prompt.log_probs"
-)  # the package's attribute is the function
+# Not `import ... as`: the package's attribute of this name is the function.
+MODULE = importlib.import_module("flash_attn.shared_prompt.log_probs")
 CHECKS = importlib.import_module("flash_attn.shared_prompt._log_probs_checks")
 VOCAB, SIZE = 23, 5
 BOUNDARIES = ["fork", "shared"]
@@ -152,9 +151,8 @@ def test_half_precision_is_cast_before_the_softmax():
     values, entropy = log_probs(hidden, labels, weight, bias, tile_elements=100)
     assert values.dtype == entropy.dtype == torch.float32
     reference, reference_entropy = twin(hidden, labels, weight, bias)
-    torch.testing.assert_close(
-        values, reference, rtol=1e-6, atol=1e-6
-    )  # the logits are bf16, nothing behind them is
+    # The logits are bf16, nothing behind them is.
+    torch.testing.assert_close(values, reference, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(entropy, reference_entropy, rtol=1e-5, atol=1e-5)
     (values.sum() + entropy.sum()).backward()
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
@@ -245,9 +243,8 @@ def test_large_logits_keep_their_entropy():
     exact = twin(logits.double(), labels)
     values, entropy = log_probs(logits, labels, tile_elements=40)
     torch.testing.assert_close(entropy.double(), exact[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        values.double(), exact[0], rtol=1e-6, atol=1e-6
-    )  # lse = 30003.1 would round them off
+    # In float32, lse = 30003.1 would round them off.
+    torch.testing.assert_close(values.double(), exact[0], rtol=1e-6, atol=1e-6)
 
 
 def test_one_temperature_per_label():

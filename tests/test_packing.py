@@ -52,9 +52,8 @@ class Batch:
             if holes:
                 columns = sorted(rng.sample(range(response_width), len(response)))
             self.set(row, [prompt_width + c for c in columns], response)
-        self.ids[self.mask == 0] = torch.randint(
-            0, 10, (int((self.mask == 0).sum()),)
-        )  # padding may hold anything
+        # Padding may hold anything.
+        self.ids[self.mask == 0] = torch.randint(0, 10, (int((self.mask == 0).sum()),))
 
     def set(self, row, columns, ids):
         for column, token in zip(columns, ids, strict=True):
@@ -121,9 +120,8 @@ def test_labels_are_the_next_tokens_of_the_same_row(seed, boundary):
     if boundary == "fork":
         shifted = packed.shift_labels[0]
         assert (shifted[packed.pred_index] == packed.labels).all()
-        assert int((shifted != -100).sum()) == len(
-            want
-        )  # no row at a border predicts the next response's first token
+        # No row at a border predicts the next response's first token.
+        assert int((shifted != -100).sum()) == len(want)
     else:
         with pytest.raises(ValueError, match=r'shift_labels must be read with boundary "fork", got "shared"'):
             _ = packed.shift_labels
@@ -230,9 +228,8 @@ def test_prompts_at_other_positions_are_not_shared():
     shifted = torch.tensor([[0, 1, 2], [1, 2, 3]])
     assert pack(prompts, responses, position_ids=shifted).rows == ((0,), (1,))
     assert pack(prompts, responses).rows == ((0, 1),)
-    images = torch.stack(
-        [torch.tensor([[0, 1, 2]] * 2), torch.tensor([[0, 1, 2], [0, 5, 6]])]
-    )  # other image sizes
+    # As of images of other sizes.
+    images = torch.stack([torch.tensor([[0, 1, 2]] * 2), torch.tensor([[0, 1, 2], [0, 5, 6]])])
     assert pack(prompts, responses, position_ids=images).rows == ((0,), (1,))
 
 

@@ -266,26 +266,8 @@ def test_a_real_model_generates_as_with_sdpa() -> None:
     prompts = [
         [504, 3575, 282, 4649, 314],  # The capital of France is
         [6403],  # Once
-        [
-            49,
-            1398,
-            282,
-            260,
-            808,
-            3772,
-            9552,
-            2966,
-            42,
-            216,
-            34,
-            28,
-            216,
-            35,
-            28,
-            216,
-            37,
-            28,
-        ],  # primes: 2, 3, 5,
+        # primes: 2, 3, 5,
+        [49, 1398, 282, 260, 808, 3772, 9552, 2966, 42, 216, 34, 28, 216, 35, 28, 216, 37, 28],
     ]
     longest = max(map(len, prompts))
     ids = torch.tensor([[2] * (longest - len(p)) + p for p in prompts])

@@ -75,10 +75,9 @@ def test_split_context_items(path: int, context_rows: int, deterministic: bool) 
 def test_head_chunks(path: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """dq's accumulator in several launches, or the separate pass where one head exceeds the limit."""
     monkeypatch.setenv("FLASH_ATTN_DQ_ACCUM_MB", "1")
-    check_case(
-        shared_case([900], [[100, 200]], num_heads=6, num_heads_k=3)
-    )  # 1.2 MB a kv head: separate pass
-    check_case(shared_case([500], [[100, 200]], num_heads=5, num_heads_k=5))  # 3 heads a launch
+    # 1.2 MB a kv head: separate pass; then 3 heads a launch.
+    check_case(shared_case([900], [[100, 200]], num_heads=6, num_heads_k=3))
+    check_case(shared_case([500], [[100, 200]], num_heads=5, num_heads_k=5))
 
 
 def padded(values: dict[str, torch.Tensor], rows: int, value: float) -> dict[str, torch.Tensor]:
