@@ -93,8 +93,9 @@ class CpuPlatform(PlatformBase):
 
 
 def register_plain_engine() -> None:
-    """veRL's FSDP2 engine, registered for CPUs too: what runs without the plug-in."""
+    """veRL's FSDP2 engines, registered for CPUs too: what runs without the plug-in."""
     from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
     EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(FSDPEngineWithLMHead)
+    EngineRegistry.register("value_model", ["fsdp", "fsdp2"], "cpu")(FSDPEngineWithValueHead)

@@ -1,4 +1,5 @@
-"""veRL's FSDP engine with shared prompts: every micro-batch runs packed, in old, reference and policy passes.
+"""veRL's FSDP engines with shared prompts: every micro-batch runs packed, in old, reference and policy passes
+and in those of a critic.
 
 Registered for this machine's device and vendor, which veRL asks for before its built-in engine; so nothing of
 veRL's is replaced. Losses, temperature, entropy, static padding, fused LM heads and the slicing of
@@ -15,9 +16,9 @@ from tensordict import TensorDict
 from verl.utils.device import get_device_id
 from verl.utils.metric.utils import AggregationType, Metric
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from flash_attn.integrations._sharing import METRIC
+from flash_attn.integrations._sharing import IMPLEMENTATION, METRIC
 from flash_attn.integrations._transformers_cost import flop_cost_model
 from flash_attn.integrations._transformers_rope import check_rope, length_dependent_rope
 from flash_attn.integrations._transformers_support import unwrap
@@ -59,7 +60,10 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
                 vars(config).pop("attn_implementation", None)
             if self.use_ulysses_sp:
                 register_ulysses()
-                unwrap(module).set_attn_implementation(ULYSSES_NAME)
+            name = ULYSSES_NAME if self.use_ulysses_sp else IMPLEMENTATION
+            # Critics are loaded with flash_attention_2, whatever their settings say.
+            if unwrap(module).config._attn_implementation != name:
+                unwrap(module).set_attn_implementation(name)
         return module
 
     def forward_backward_batch(
@@ -175,3 +179,7 @@ class SharedPromptEngine(FSDPEngineWithLMHead):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         found = super().prepare_model_outputs(output, output_args, self._step.batch, logits_processor_func)
         return self._step.outputs_in_rows(found)
+
+
+class SharedPromptCritic(SharedPromptEngine, FSDPEngineWithValueHead):
+    """The same for critics: values of the pack's rows, where the parent's engine has log-probs."""

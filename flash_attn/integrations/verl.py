@@ -6,11 +6,13 @@
 veRL imports this module in the driver and in every worker, which is what activates it: actor and reference
 engines then store, project and attend each prompt once per micro-batch, and the driver deals whole groups to
 ranks. `actor/shared_prompt/packed_tokens`, `replicated_tokens` and `fallbacks` in the metrics tell how much
-was shared, per mini-batch and rank. Critics run as before.
+was shared, per mini-batch and rank. Critics do with the same two settings of `critic.model` (and
+critic.shuffle=False, which keeps rows of a prompt side by side), else they run as before.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from typing import Any
@@ -21,17 +23,18 @@ from verl.workers.engine import utils as engine_utils
 from verl.workers.engine.fsdp import transformer_impl
 
 from flash_attn.integrations._sharing import INSTALLED
-from flash_attn.integrations._verl_engine import SharedPromptEngine
+from flash_attn.integrations._verl_engine import SharedPromptCritic, SharedPromptEngine
 from flash_attn.integrations._verl_plan import StepPlan
 from flash_attn.integrations._verl_trainer import install
 from flash_attn.integrations.transformers import register
 
-__all__ = ["SharedPromptEngine", "TESTED_VERSIONS", "activate"]
+__all__ = ["SharedPromptCritic", "SharedPromptEngine", "TESTED_VERSIONS", "activate"]
 
 TESTED_VERSIONS = ("0.9.1",)
 """Releases of veRL that the test-suite ran on."""
 
 BACKENDS = ("fsdp", "fsdp2")
+ENGINES: dict[str, Any] = {"language_model": SharedPromptEngine, "value_model": SharedPromptCritic}
 
 
 def activate() -> None:
@@ -40,13 +43,14 @@ def activate() -> None:
     register()
     device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
-    for backend in BACKENDS:
-        if _engine_class(backend) is not SharedPromptEngine:
-            EngineRegistry.register("language_model", backend, device, vendor)(SharedPromptEngine)
-        if _engine_class(backend) is not SharedPromptEngine:
+    for model_type, backend in itertools.product(ENGINES, BACKENDS):
+        engine = ENGINES[model_type]
+        if _engine_class(model_type, backend) is not engine:
+            EngineRegistry.register(model_type, backend, device, vendor)(engine)
+        if _engine_class(model_type, backend) is not engine:
             raise RuntimeError(
-                f"the engine of {device} ({vendor}) for {backend} must be SharedPromptEngine, "
-                f"got {_engine_class(backend)}"
+                f"the engine of {device} ({vendor}) for {backend} must be {engine.__name__}, "
+                f"got {_engine_class(model_type, backend)}"
             )
     _take_over_micro_batches()
     # The driver has it loaded when it reads the model's settings; workers need not load it.
@@ -55,9 +59,9 @@ def activate() -> None:
         install(trainer.PPOTrainer)
 
 
-def _engine_class(backend: str) -> Any:
+def _engine_class(model_type: str, backend: str) -> Any:
     try:
-        return EngineRegistry.get_engine_cls("language_model", backend)
+        return EngineRegistry.get_engine_cls(model_type, backend)
     except ValueError:  # none for this device
         return None
 
