@@ -163,6 +163,17 @@ def test_the_map_and_the_links_lead_to_files():
         assert (ROOT / path).exists(), f"README.md names {path}, which does not exist"
 
 
+def test_the_page_about_the_code_names_files_that_exist():
+    text = (ROOT / "docs" / "code.md").read_text()
+    named = re.findall(r"`([\w/]+(?:\.(?:py|h|md|cpp)|/))`", text)
+    named += re.findall(r"^ +([\w/]+(?:\.(?:py|cpp)|/)) ", text, re.MULTILINE)
+    folders = [ROOT / name for name in ("flash_attn", "csrc", "hopper", "tests", "benchmarks")]
+    paths = [path for folder in folders for path in (folder, *folder.rglob("*"))]
+    there = {f"/{path.relative_to(ROOT).as_posix()}" for path in paths}
+    gone = [name for name in named if not any(path.endswith("/" + name.rstrip("/")) for path in there)]
+    assert named and not gone, f"docs/code.md names {gone}"
+
+
 def test_commands_are_targets_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`?make ([a-z-]+)", README)):
