@@ -115,10 +115,10 @@ def append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offsets: Tensor, moving: bool) -> Tensor:
-    """x (B, S, H, D) turned at positions offsets + row, or all at `offsets` where not `moving`."""
+    """x (B, S, H, D) rotated at positions offsets + row, or all at `offsets` where not `moving`."""
     if moving:
-        return _rotary.turn(x, *_rotary.rows(x, cos, sin, offsets), interleaved)
-    return _rotary.turn(x, *_rotary.rows(x[:, :1], cos, sin, offsets), interleaved)
+        return _rotary.rotate(x, *_rotary.rows(x, cos, sin, offsets), interleaved)
+    return _rotary.rotate(x, *_rotary.rows(x[:, :1], cos, sin, offsets), interleaved)
 
 
 @dataclass(frozen=True)

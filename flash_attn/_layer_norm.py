@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn import checks
+
 
 def _dropped(x: Tensor, p: float, masked: bool) -> tuple[Tensor, Tensor | None]:
     if p == 0.0:
@@ -57,7 +59,7 @@ def layer_norm_fn(
     `residual_in_fp32`, else x's); with `return_dropout_mask` the boolean masks of x and x1 (None without x1).
     `zero_centered_weight`: 1 + weight multiplies. `out`, `residual_out` are filled where given.
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = checks.arithmetic(x.dtype)
     total = x.to(wide) if rowscale is None else x.to(wide) * rowscale[..., None].to(wide)
     total, mask = _dropped(total, dropout_p, return_dropout_mask)
     mask1 = None
@@ -121,7 +123,8 @@ def layer_norm_linear_fn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`layer_norm_fn`, then a linear layer: linear_weight (out, hidden), linear_bias (out,) -> (..., out).
 
-    With `prenorm` also the sum r. Under autocast in its dtype, else in x's."""
+    With `prenorm` also the sum r. Under autocast in its dtype, else in x's.
+    """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     options = dict(prenorm=True, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, out_dtype=dtype)

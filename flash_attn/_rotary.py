@@ -1,5 +1,5 @@
-"""Rotary position embedding: pairs (a, b) of a head's first `rotary_dim` columns are turned by their row's
-angle,
+"""Rotary position embedding: pairs (a, b) of a head's first `rotary_dim` columns are rotated by the angle of
+their row's position,
 
     (a, b) -> (a cos - b sin, a sin + b cos)        RoFormer, arXiv 2104.09864
 computed in fp32 (fp64 for fp64 rows). Shared by layers/rotary.py and ops/triton/rotary.py.
@@ -87,7 +87,7 @@ def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | Non
 def rows(
     x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every row of x, (..., 1, rotary_dim / 2). Rows beyond the tables are not turned."""
+    """cos and sin of every row of x, (..., 1, rotary_dim / 2). Rows beyond the tables are not rotated."""
     position = _positions(x, seqlen_offsets, cu_seqlens)
     known = ((position >= 0) & (position < cos.shape[0]))[..., None]
     position = position.clamp(0, max(cos.shape[0] - 1, 0))
@@ -96,12 +96,11 @@ def rows(
     return cos_rows[..., None, :], sin_rows[..., None, :]
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None = None) -> Tensor:
-    """x (..., num_heads, head_dim) turned by the rows' angles; into `out` (x itself, say) where given."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None = None) -> Tensor:
+    """x (..., num_heads, head_dim) rotated by the rows' angles; into `out` (x itself, say) where given."""
     half = cos.shape[-1]
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    turned = x[..., : 2 * half].to(dtype)
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    wide = x[..., : 2 * half].to(checks.arithmetic(x.dtype))
+    a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
     first, second = a * cos - b * sin, a * sin + b * cos
     pairs = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
     if out is None:

@@ -1,7 +1,7 @@
 """Rotary position embeddings with flash-attn's names, in plain PyTorch: any device, differentiable.
 
 Tensors are (batch, seqlen, num_heads, head_dim), or (total, num_heads, head_dim) with cu_seqlens; cos and
-sin are (seqlen, rotary_dim / 2), and the first rotary_dim columns of a head are turned. `interleaved`: pairs
+sin are (seqlen, rotary_dim / 2), and the first rotary_dim columns of a head are rotated. `interleaved`: pairs
 are columns (0, 1), (2, 3), ... as in GPT-J; else (i, i + rotary_dim / 2) as in GPT-NeoX. The formula is in
 ../_rotary.py.
 """
@@ -27,8 +27,8 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x (B, S, H, D) turned by cos, sin (S, rotary_dim / 2) or (B, S, rotary_dim / 2)."""
-    return _rotary.turn(x, cos[..., None, :], sin[..., None, :], interleaved)
+    """x (B, S, H, D) rotated by cos, sin (S, rotary_dim / 2) or (B, S, rotary_dim / 2)."""
+    return _rotary.rotate(x, cos[..., None, :], sin[..., None, :], interleaved)
 
 
 def _split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,8 @@ def _split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
     return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
 
 
-class _Turn(torch.autograd.Function):
-    """Turns parts of a tensor in place; the gradient is turned back. `parts(x)` gives views of x, one for
+class _Rotate(torch.autograd.Function):
+    """Rotates parts of a tensor in place; the gradient is rotated back. `parts(x)` gives views of x, one for
     each cos.
 
     A leaf that requires a gradient is written to as well, as flash-attn does: its gradient is then that of
@@ -63,7 +63,7 @@ class _Turn(torch.autograd.Function):
         if not leaf:
             ctx.mark_dirty(x)
         for part, cos, sin in zip(parts(x), tables[0::2], tables[1::2], strict=True):
-            _rotary.turn(part, cos, sin, interleaved, out=part)
+            _rotary.rotate(part, cos, sin, interleaved, out=part)
         return x
 
     @staticmethod
@@ -71,7 +71,7 @@ class _Turn(torch.autograd.Function):
         grad = grad.clone()
         tables = ctx.saved_tensors
         for part, cos, sin in zip(ctx.parts(grad), tables[0::2], tables[1::2], strict=True):
-            _rotary.turn(part, cos, -sin, ctx.interleaved, out=part)
+            _rotary.rotate(part, cos, -sin, ctx.interleaved, out=part)
         return (grad, None, None, None, *[None] * len(tables))
 
 
@@ -84,20 +84,20 @@ def _in_place(x: Tensor, parts: Any, interleaved: bool, *tables: Tensor) -> Tens
     leaf = x.is_leaf and x.requires_grad
     if torch.compiler.is_compiling():
         return _traced(x, leaf, parts, interleaved, *tables)
-    return _Turn.apply(x, leaf, parts, interleaved, *tables)
+    return _Rotate.apply(x, leaf, parts, interleaved, *tables)
 
 
 def _traced(x: Tensor, leaf: bool, parts: Any, interleaved: bool, *tables: Tensor) -> Tensor:
-    """_Turn by operations that torch.compile follows: of a graph's input that a Function writes to, it drops
-    the Function's gradient without a word."""
-    turned = x.clone()
-    for part, cos, sin in zip(parts(turned), tables[0::2], tables[1::2], strict=True):
-        _rotary.turn(part, cos, sin, interleaved, out=part)
+    """_Rotate by operations that torch.compile follows: of a graph's input that a Function writes to, it
+    drops the Function's gradient without a word."""
+    rotated = x.clone()
+    for part, cos, sin in zip(parts(rotated), tables[0::2], tables[1::2], strict=True):
+        _rotary.rotate(part, cos, sin, interleaved, out=part)
     if not leaf:
-        return x.copy_(turned)
+        return x.copy_(rotated)
     with torch.no_grad():
-        x.copy_(turned)
-    return turned
+        x.copy_(rotated)
+    return rotated
 
 
 def apply_rotary_emb(
@@ -110,17 +110,19 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """x (B, S, H, D), or (total, H, D) with cu_seqlens (B + 1,) and max_seqlen, turned; same shape and dtype.
+    """x (B, S, H, D), or (total, H, D) with cu_seqlens (B + 1,) and max_seqlen, with its pairs rotated.
 
-    Row i of sequence b stands at position i + seqlen_offsets (an int, or (B,)). `inplace` writes into x
-    (a leaf's gradient is that of the values it had) and has no gradients of cos and sin. Values of cu_seqlens
-    are checked where reading them is free (on the CPU, or with FLASH_ATTN_CHECK=1).
+    cos and sin (positions, rotary_dim / 2): row i of sequence b takes their row i + seqlen_offsets (an int,
+    or (B,)). Pairs are columns (i, i + rotary_dim / 2), or (2 i, 2 i + 1) where `interleaved`. `inplace`
+    writes into x (a leaf's gradient is that of the values it had) and has no gradients of cos and sin.
+    Values of cu_seqlens are checked where reading them is free (on the CPU, or with FLASH_ATTN_CHECK=1).
+    Returns x's shape and dtype.
     """
     _rotary.check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     cos_rows, sin_rows = _rotary.rows(x, cos, sin, seqlen_offsets, cu_seqlens)
     if inplace:
         return _in_place(x, lambda y: (y,), interleaved, cos_rows, sin_rows)
-    return _rotary.turn(x, cos_rows, sin_rows, interleaved)
+    return _rotary.rotate(x, cos_rows, sin_rows, interleaved)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -136,7 +138,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: Offsets = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Turns queries and keys of qkv in place: (B, S, 3, H, D), or (B, S, num_heads_q + 2 Hk, D) with
+    """Rotates queries and keys of qkv in place: (B, S, 3, H, D), or (B, S, num_heads_q + 2 Hk, D) with
     `num_heads_q`.
 
     Keys take cos_k, sin_k where given, else cos, sin. Returns qkv.
@@ -152,7 +154,7 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
 ) -> Tensor:
-    """Turns the keys of kv (B, S, 2, Hk, D) in place. Returns kv."""
+    """Rotates the keys of kv (B, S, 2, Hk, D) in place. Returns kv."""
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must be (batch, seqlen, 2, num_heads_k, head_dim), got {list(kv.shape)}")
     _rotary.check(kv[:, :, 0], cos, sin, seqlen_offsets, None, None)
@@ -179,9 +181,9 @@ class ApplyRotaryEmbKV_:
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Turns queries and keys by their positions, in place; keeps the tables of the longest sequence seen.
+    """Rotates queries and keys by their positions, in place; keeps the tables of the longest sequence seen.
 
-    `dim`: columns turned. `base`: of the frequencies base ** (-2 i / dim). `scale_base`: XPos' decay where
+    `dim`: columns rotated. `base`: of the frequencies base ** (-2 i / dim). `scale_base`: XPos' decay where
     given (arXiv 2212.10554): queries times s ** ((t - T // 2) / scale_base), keys divided by it.
     """
 
@@ -236,8 +238,8 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Turns qkv (B, S, 3, H, D) or (B, S, num_heads_q + 2 Hk, D), or q (B, S, H, D) and kv (B, S, 2, Hk,
-        D) given as `qkv` and `kv`. Returns what it was given.
+        """Rotates qkv (B, S, 3, H, D) or (B, S, num_heads_q + 2 Hk, D), or q (B, S, H, D) and
+        kv (B, S, 2, Hk, D) given as `qkv` and `kv`. Returns what it was given.
 
         `seqlen_offset`: rows before the first, an int, or (B,) with `max_seqlen`, the longest sequence with
         its offset; without it (B,) reach as far as the tables of calls before, behind which rows stay as

@@ -20,11 +20,11 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """x (B, S, H, D), or (total, H, D) with cu_seqlens, turned by cos, sin (S, rotary_dim / 2).
+    """x (B, S, H, D), or (total, H, D) with cu_seqlens, rotated by cos, sin (S, rotary_dim / 2).
 
-    `conjugate` turns back, `inplace` writes into x.
+    `conjugate` rotates back, `inplace` writes into x.
     """
     _rotary.check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     cos_rows, sin_rows = _rotary.rows(x, cos, sin, seqlen_offsets, cu_seqlens)
     sin_rows = -sin_rows if conjugate else sin_rows
-    return _rotary.turn(x, cos_rows, sin_rows, interleaved, out=x if inplace else None)
+    return _rotary.rotate(x, cos_rows, sin_rows, interleaved, out=x if inplace else None)
