@@ -69,7 +69,8 @@ def log_probs(
     probability 0.
 
     Label values are checked on the CPU; on a GPU (no host sync, unless FLASH_ATTN_CHECK=1) a wrong label
-    gives NaN. Gradients of both results flow to `hidden`, `weight` and `bias`, whichever require them.
+    gives NaN. Gradients of both results flow to `hidden`, `weight` and `bias`, whichever require them; that
+    of `weight` is added up in its own dtype, block by block of up to 8192 labels.
     """
     unique = False
     if isinstance(labels, PackedBatch):
