@@ -192,6 +192,27 @@ def _shared_prompt(
     options: _Options,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
+    _check_pack(module, q, k, layout, options, kwargs)
+    wants_router = _fits(module, layout) or kwargs.get("output_router_logits")
+    _check_pack_mask(attention_mask, layout, wants_router, kwargs.get("dualkv_aux_weighted", False))
+    # Not q[0]: its gradient is a copy into zeros, six launches a layer.
+    out: Any = flash_attn_shared_prompt_func(
+        q.squeeze(0), k.squeeze(0), v.squeeze(0), layout,
+        softmax_scale=options.softmax_scale, window_size=options.window_size, softcap=options.softcap,
+        sinks=options.sinks, deterministic=options.deterministic,
+    )  # fmt: skip
+    return out.unsqueeze(0)
+
+
+def _check_pack(
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    layout: SharedPromptLayout,
+    options: _Options,
+    kwargs: dict[str, Any],
+) -> None:
+    """Raises unless the call is one causal row of the layout's tokens, which nothing else describes."""
     if not isinstance(layout, SharedPromptLayout):
         raise TypeError(f"dualkv_layout must be a SharedPromptLayout, got {type(layout).__name__}")
     if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
@@ -209,13 +230,23 @@ def _shared_prompt(
         raise NotImplementedError(
             f"a shared-prompt pack needs causal attention, {type(module).__name__} is not causal"
         )
-    wants_router = _fits(module, layout) or kwargs.get("output_router_logits")
+    given = [name for name in _VARLEN_NAMES if kwargs.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"a shared-prompt pack must come without {given[0]}: its layout describes the sequences"
+        )
+
+
+def _check_pack_mask(
+    attention_mask: torch.Tensor | None, layout: SharedPromptLayout, wants_router: Any, weighted: bool
+) -> None:
+    """Raises where the mask says more than the layout, and where a router's auxiliary loss needs one that
+    does (`weighted`)."""
     if wants_router and layout.sp_group is not None:
         raise NotImplementedError(
             "output_router_logits is not supported with sequence parallelism: the auxiliary loss of a rank's "
             "rows is not a part of that of the pack"
         )
-    weighted = kwargs.get("dualkv_aux_weighted", False)
     # The row ids that `dualkv_mask` makes of the pack's position ids say less than the layout, and a
     # multiplicity is 0 behind the layout's total only; anything else says more.
     known = attention_mask is None or (
@@ -229,23 +260,11 @@ def _shared_prompt(
             "wrapped sdpa makes one of the pack's positions unless packed_forward or a receipt is used; "
             f"got {getattr(attention_mask, 'dtype', None)} {list(getattr(attention_mask, 'shape', ()))}"
         )
-    given = [name for name in _VARLEN_NAMES if kwargs.get(name) is not None]
-    if given:
-        raise ValueError(
-            f"a shared-prompt pack must come without {given[0]}: its layout describes the sequences"
-        )
     if wants_router and not weighted:
         raise NotImplementedError(
             "output_router_logits: the auxiliary loss of a shared-prompt pack would count each prompt once. "
             "Call packed_forward, or pass attention_mask=multiplicity_mask(layout), dualkv_aux_weighted=True"
         )
-    # Not q[0]: its gradient is a copy into zeros, six launches a layer.
-    out: Any = flash_attn_shared_prompt_func(
-        q.squeeze(0), k.squeeze(0), v.squeeze(0), layout,
-        softmax_scale=options.softmax_scale, window_size=options.window_size, softcap=options.softcap,
-        sinks=options.sinks, deterministic=options.deterministic,
-    )  # fmt: skip
-    return out.unsqueeze(0)
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
