@@ -154,13 +154,33 @@ def test_what_is_not_yet_there_is_not_there():
         assert (word in not_yet) != (module in built), f"{word}: the table and {module}.py disagree"
 
 
-def test_the_map_and_the_links_lead_to_files():
+def test_the_map_and_the_commands_lead_to_files():
     paths = [path for row in table("| path | what |") for path in re.findall(r"`([^`]+)`", row[0])]
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
     commands = re.findall(r"(?:python |^)((?:examples|benchmarks|docs)/\w+\.py)", README, re.MULTILINE)
-    assert len(paths) > 5 and links
-    for path in [*paths, *links, *commands]:
+    assert len(paths) > 5 and commands
+    for path in [*paths, *commands]:
         assert (ROOT / path).exists(), f"README.md names {path}, which does not exist"
+
+
+DOCUMENTS = ["README.md", "docs/code.md", "benchmarks/README.md", "hopper/README.md"]
+DOCUMENTS += ["csrc/cutlass/README.md", "csrc/flash_attn/src/sm80/README.md"]
+
+
+def anchors(document: Path) -> set[str]:
+    """What links into a document may name: its headings as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_to_files_and_headings(document):
+    path = ROOT / document
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", path.read_text()):
+        file = path.parent / target if target else path
+        assert file.exists(), f"{document} links to {target}, which does not exist"
+        assert not anchor or anchor in anchors(file), (
+            f"{document} links to {target}#{anchor}: no such heading"
+        )
 
 
 def test_the_page_about_the_code_names_files_that_exist():
