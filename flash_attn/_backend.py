@@ -91,10 +91,10 @@ def backend(
     the CPU).
 
     "cuda-sm90a" | "cuda-sm80" (the compiled library), "composed" (torch's own FlashAttention-2, merged by
-    LSE) or "cpu". With `head_dim` (and `dtype`): what runs for tensors of it, since on Hopper a head dim whose
-    sm_90a kernels were not built runs the sm_80 ones. Raises ValueError for an unknown FLASH_ATTN_BACKEND,
-    RuntimeError without a CUDA device or when it forces "cuda" and the library does not run,
-    NotImplementedError for a head dim or dtype that the library has no kernel for.
+    LSE) or "cpu". With `head_dim` (and `dtype`): what runs for tensors of it, since on Hopper a head dim
+    whose sm_90a kernels were not built runs the sm_80 ones. Raises ValueError for an unknown
+    FLASH_ATTN_BACKEND, RuntimeError without a CUDA device or when it forces "cuda" and the library does not
+    run, NotImplementedError for a head dim or dtype that the library has no kernel for.
     """
     if device is None:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
