@@ -1,5 +1,6 @@
-// Forward and dQ pass, producer warp: takes items from the counter, reads their key spans, and feeds Q (and dO) and the K, V
-// stages by TMA. Only this file knows which key tiles an item visits; with each stage goes {region, first key, masked}.
+// Forward and dQ pass, producer warps. One takes items from the counter, reads their key spans and loads Q (and dO), an item ahead
+// where there is room; the other feeds the K, V stages. Only this file knows which key tiles an item visits; with each stage goes
+// {region, first key, masked}.
 #pragma once
 
 #include "scheduler.h"
@@ -16,7 +17,8 @@ struct StageKeys {
 
 struct ItemRows {
     int row_begin, num_rows;  // num_rows 0: no more items
-    int head, num_tiles;
+    int head, head_k;
+    int num_tiles;
 };
 
 struct FwdMaps {
@@ -44,13 +46,16 @@ struct FwdStorage {
     Barrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
     Barrier tail;
     StageKeys stage_keys[T::kStages];
+    Barrier item_full[T::kQStages];  // the item's rows and walk
     ItemRows item_rows[T::kQStages];
+    KeyWalk walks[T::kQStages];
     uint32_t scratch;
 
     __device__ void init() {
         for (int i = 0; i < T::kQStages; ++i) {
             q_full[i].init(1);
-            q_empty[i].init(4 * T::kConsumers);  // every warp has read item_rows
+            q_empty[i].init(4 * T::kConsumers + 1);  // every warp of the consumers, and that of K and V, has read the item
+            item_full[i].init(1);
         }
         for (int i = 0; i < T::kStages; ++i) {
             k_full[i].init(1);
@@ -117,79 +122,101 @@ __device__ __forceinline__ void load_keys(void* dst, CUtensorMap const& map, Key
     }
 }
 
+// Items and their Q (and dO).
 template <class T, class Args>
-__device__ __forceinline__ void fwd_load(Args const& args, FwdStorage<T>& s) {
-    int const lane = threadIdx.x % 32;
+__device__ __forceinline__ void fwd_load_rows(Args const& args, FwdStorage<T>& s) {
+    int const lane = threadIdx.x % 32, grid = gridDim.x;
     FwdParams const& p = args.params;
-    int const group = p.num_heads / p.num_heads_k;
     Ring<T::kQStages> q;
-    Ring<T::kStages> k, v;
-    uint32_t tail_phase = 0;
-
-    int index = blockIdx.x, round = 0;
-    int const size = args.order.num_items * args.order.num_heads;
-#pragma unroll 1
-    while (index < size) {
-        int next = 0;
-        if (p.tile_counter == nullptr) {  // dealt out there and back, since the list is sorted by length
-            ++round;
-            next = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-        } else if (lane == 0) {
-            next = atomicAdd(p.tile_counter, 1) + gridDim.x;
+    int const size = args.order.num_items * args.order.num_heads, group = p.num_heads / p.num_heads_k;
+    int round = 0;
+    auto const take = [&] {
+        int index = round * grid + (round % 2 == 0 ? blockIdx.x : grid - 1 - blockIdx.x);  // dealt out there and back: sorted by length
+        if (p.tile_counter != nullptr && round > 0) {
+            if (lane == 0) { index = atomicAdd(p.tile_counter, 1) + grid; }
+            index = __shfl_sync(0xffffffff, index, 0);
         }
-        int item_index, head;
-        args.order.decode(index, item_index, head);
-        QueryItem const item = p.plan.query_items[item_index];
-        if (item.num_rows > 0) {
-            int const head_k = head / group;
-            KeyWalk walk;
-            walk.template init<T::kBlockN>(item);
-            int const num_tiles = walk.size();
-
-            s.q_empty[q.stage].wait(q.phase ^ 1);
-            if (lane == 0) {
-                s.item_rows[q.stage] = {item.row_begin, item.num_rows, head, num_tiles};
-                if (num_tiles > 0) {
-                    s.q_full[q.stage].arrive_and_expect(T::TileQ::kBytes * (T::kDqPass ? 2 : 1));
-                    load_tile<typename T::TileQ>(s.q[q.stage], args.maps.q, item.row_begin, head, s.q_full[q.stage],
-                                                 kEvictFirst);
-                    if constexpr (T::kDqPass) {
-                        load_tile<typename T::TileQ>(s.dout[q.stage], args.dout, item.row_begin, head,
-                                                     s.q_full[q.stage], kEvictFirst);
-                    }
-                } else {
-                    s.q_full[q.stage].arrive();
-                }
-            }
-            q.advance();
-
-            // K runs ahead of V by as much as the consumers use it ahead.
-            constexpr int kLead = T::kDqPass ? 0 : 1;
+        ++round;
+        return index;
+    };
+    constexpr bool kAhead = T::kQStages > 1;  // else the item is read before its stage is free
 #pragma unroll 1
-            for (int i = 0; i < num_tiles + kLead; ++i) {
-                if (i < num_tiles) {
-                    KeyTile const t = KeyTile::at<T::kBlockN>(walk, i);
-                    s.k_empty[k.stage].wait(k.phase ^ 1);
-                    if (lane == 0) { s.stage_keys[k.stage] = {t.key, t.region, t.masked, 0}; }
-                    load_keys<T, T::kDqPass>(s.k[k.stage], args.maps.k[t.region], t, head_k, s.k_full[k.stage], s.tail,
-                                             tail_phase, lane);
-                    k.advance();
+    while (true) {
+        if (kAhead) { s.q_empty[q.stage].wait(q.phase ^ 1); }
+        int head = 0;
+        QueryItem const* item = nullptr;
+        int2 rows = make_int2(0, 0);  // first, number
+#pragma unroll 1
+        for (int index; rows.y == 0 && (index = take()) < size;) {
+            int item_index;
+            args.order.decode(index, item_index, head);
+            item = p.plan.query_items + item_index;
+            rows = __ldg(reinterpret_cast<int2 const*>(item));
+        }
+        if (!kAhead) { s.q_empty[q.stage].wait(q.phase ^ 1); }
+        Barrier& full = s.q_full[q.stage];
+        if (lane == 0) {
+            int num_tiles = 0;
+            if (rows.y > 0) {
+                KeyWalk walk;
+                walk.template init<T::kBlockN>(*item);
+                s.walks[q.stage] = walk;
+                num_tiles = walk.size();
+            }
+            s.item_rows[q.stage] = {rows.x, rows.y, head, head / group, num_tiles};
+            s.item_full[q.stage].arrive();
+            if (num_tiles > 0) {
+                full.arrive_and_expect(T::TileQ::kBytes * (T::kDqPass ? 2 : 1));
+                load_tile<typename T::TileQ>(s.q[q.stage], args.maps.q, rows.x, head, full, kEvictFirst);
+                if constexpr (T::kDqPass) {
+                    load_tile<typename T::TileQ>(s.dout[q.stage], args.dout, rows.x, head, full, kEvictFirst);
                 }
-                if (i >= kLead) {
-                    KeyTile const t = KeyTile::at<T::kBlockN>(walk, i - kLead);
-                    s.v_empty[v.stage].wait(v.phase ^ 1);
-                    load_keys<T, true>(s.v[v.stage], args.maps.v[t.region], t, head_k, s.v_full[v.stage], s.tail,
-                                       tail_phase, lane);
-                    v.advance();
-                }
+            } else {
+                full.arrive();
             }
         }
-        index = __shfl_sync(0xffffffff, next, 0);
+        if (rows.y == 0) { break; }
+        q.advance();
     }
-    s.q_empty[q.stage].wait(q.phase ^ 1);
-    if (lane == 0) {
-        s.item_rows[q.stage].num_rows = 0;
-        s.q_full[q.stage].arrive();
+}
+
+template <class T, class Args>
+__device__ __forceinline__ void fwd_load_keys(Args const& args, FwdStorage<T>& s) {
+    int const lane = threadIdx.x % 32;
+    Ring<T::kQStages> q;
+    Ring<T::kStages> k, values;
+    uint32_t tail_phase = 0;
+#pragma unroll 1
+    while (true) {
+        s.item_full[q.stage].wait(q.phase);
+        ItemRows const& item = s.item_rows[q.stage];  // read again for each tile: registers are scarce
+        KeyWalk const& walk = s.walks[q.stage];
+        if (item.num_rows == 0) { break; }
+
+        // K runs ahead of V by as much as the consumers use it ahead: in the dQ pass not at all.
+        constexpr int kLead = T::kDqPass ? 0 : 1;
+        auto& v = kLead > 0 ? values : k;
+#pragma unroll 1
+        for (int i = 0; i < item.num_tiles + kLead; ++i) {
+            if (i < item.num_tiles) {
+                KeyTile const t = KeyTile::at<T::kBlockN>(walk, i);
+                s.k_empty[k.stage].wait(k.phase ^ 1);
+                if (lane == 0) { s.stage_keys[k.stage] = {t.key, t.region, t.masked, 0}; }
+                load_keys<T, T::kDqPass>(s.k[k.stage], args.maps.k[t.region], t, item.head_k, s.k_full[k.stage], s.tail,
+                                         tail_phase, lane);
+                if (kLead > 0) { k.advance(); }
+            }
+            if (i >= kLead) {
+                KeyTile const t = KeyTile::at<T::kBlockN>(walk, i - kLead);
+                s.v_empty[v.stage].wait(v.phase ^ 1);
+                load_keys<T, true>(s.v[v.stage], args.maps.v[t.region], t, item.head_k, s.v_full[v.stage], s.tail,
+                                   tail_phase, lane);
+                v.advance();
+            }
+        }
+        __syncwarp();
+        if (lane == 0) { s.q_empty[q.stage].arrive(); }
+        q.advance();
     }
 }
 

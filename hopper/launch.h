@@ -25,7 +25,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(__grid_constant__ A
     __syncthreads();
     if (threadIdx.x < 128) {
         shrink_registers<T::kLoadRegisters>();
-        if (threadIdx.x < 32) { fwd_load<T>(args, s); }
+        int const warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // uniform: else the loops want more registers
+        if (warp == 0) {
+            fwd_load_rows<T>(args, s);
+        } else if (warp == 1) {
+            fwd_load_keys<T>(args, s);
+        }
     } else {
         grow_registers<T::kMmaRegisters>();
         if constexpr (T::kDqPass) {

@@ -66,7 +66,7 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
             wgmma_commit();
             pass_baton();
             wgmma_wait<2>();  // dQ of the previous tile: its K is free
-            if (signals && i > 0) { s.k_empty[ring.stage ^ 1].arrive(); }
+            if (signals && i > 0) { s.k_empty[ring.before()].arrive(); }
             wgmma_wait<1>();
             pin(scores);
             if constexpr (T::kSoftcap) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
         }
         wgmma_wait<0>();
         pin(dq);
-        if (signals && item.num_tiles > 0) { s.k_empty[ring.stage ^ 1].arrive(); }
+        if (signals && item.num_tiles > 0) { s.k_empty[ring.before()].arrive(); }
         __syncwarp();
         if (lane == 0) { s.q_empty[q.stage].arrive(); }
         q.advance();

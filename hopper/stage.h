@@ -50,6 +50,7 @@ template <int kStages>
 struct Ring {
     int stage = 0;
     uint32_t phase = 0;
+    __device__ __forceinline__ int before() const { return stage == 0 ? kStages - 1 : stage - 1; }
     __device__ __forceinline__ void advance() {
         if (++stage == kStages) {
             stage = 0;

@@ -170,13 +170,14 @@ struct FwdTraits {
     static constexpr bool kSoftcap = kSoftcap_, kDqPass = kDqPass_;
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.fwd_block_m,
                          kBlockN = kDqPass ? kTile.pass_block_n : kTile.fwd_block_n;
-    static constexpr int kStages = 2;
     static constexpr int kConsumers = kBlockM / 64;
     static_assert(kConsumers == 2 || kConsumers == 3);
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kLoadRegisters = kConsumers == 2 ? 24 : 32, kMmaRegisters = kConsumers == 2 ? 240 : 160;
     using TileQ = SmemTile<kBlockM, kHeadDim>;
     using TileK = SmemTile<kBlockN, kHeadDim>;
+    // Of K and V. The dQ pass has a third one where it fits: K of a tile is read until dQ is done, under the next tile's scores.
+    static constexpr int kStages = kDqPass && TileQ::kBytes * 2 + TileK::kBytes * 2 * 3 <= 224 * 1024 ? 3 : 2;
     static constexpr int kQStages = TileQ::kBytes * 2 + TileK::kBytes * 2 * kStages <= 220 * 1024 && !kDqPass ? 2 : 1;
 };
 
