@@ -77,6 +77,10 @@ class _PlanArguments(NamedTuple):
     window_size: tuple[int, int]
 
 
+# Tensors made in inference mode could be saved for no later backward, nor written to.
+outside_inference_mode = torch.inference_mode(False)
+
+
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` on `device`, without waiting for a GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
@@ -172,6 +176,7 @@ class SharedPromptLayout:
         raise TypeError("SharedPromptLayout must be built with SharedPromptLayout.from_lengths")
 
     @classmethod
+    @outside_inference_mode
     def from_lengths(
         cls,
         prompt_lens: Sequence[int],
@@ -266,6 +271,7 @@ class SharedPromptLayout:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"SharedPromptLayout is immutable, cannot delete {name!r}")
 
+    @outside_inference_mode
     def to(self, device: torch.device | str | int, *, non_blocking: bool = True) -> SharedPromptLayout:
         """This layout with its tensors on `device`: itself when already there, else a copy without cached
         plans.
@@ -347,6 +353,7 @@ class SharedPromptLayout:
             self._plans[key] = self._build_plan(arguments)
         return self._plans[key]
 
+    @outside_inference_mode
     def _build_plan(self, arguments: _PlanArguments) -> list[torch.Tensor]:
         from flash_attn._ops import plan_for
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_attn.shared_prompt.grouping import PromptGroups, group_rows, integer_ids, pad_rows, read_mask
-from flash_attn.shared_prompt.layout import Boundary, SharedPromptLayout, move
+from flash_attn.shared_prompt.layout import Boundary, SharedPromptLayout, move, outside_inference_mode
 
 IGNORE_INDEX = -100
 Rows = torch.Tensor | Sequence[Sequence[int] | torch.Tensor]
@@ -85,6 +85,7 @@ class PackedBatch:
             )
         return self.row_labels[None]
 
+    @outside_inference_mode
     def to(self, device: torch.device | str | int) -> PackedBatch:
         """The same batch with every tensor on `device`."""
         layout = self.layout.to(device)
@@ -219,6 +220,7 @@ def _ranges(begin: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
     return offset + torch.arange(offset.numel())
 
 
+@outside_inference_mode
 def pack(
     prompts: Rows,
     responses: Rows,

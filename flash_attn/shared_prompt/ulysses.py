@@ -27,7 +27,7 @@ from flash_attn.shared_prompt._log_probs_checks import check_options, check_pack
 from flash_attn.shared_prompt._sharded_layout import Method, ShardedLayout, shard_layout
 from flash_attn.shared_prompt._sharded_method import AttentionShape, Choice
 from flash_attn.shared_prompt._ulysses_attention import Options, ulysses_attention
-from flash_attn.shared_prompt.layout import SharedPromptLayout, move
+from flash_attn.shared_prompt.layout import SharedPromptLayout, move, outside_inference_mode
 from flash_attn.shared_prompt.log_probs import TILE_ELEMENTS, LogProbs
 from flash_attn.shared_prompt.log_probs import log_probs as _log_probs
 from flash_attn.shared_prompt.packing import IGNORE_INDEX, PackedBatch
@@ -88,6 +88,7 @@ class ShardedBatch:
         return labels.masked_fill(self.layout.is_padding, IGNORE_INDEX)[None]
 
 
+@outside_inference_mode
 def shard(
     packed: PackedBatch,
     group: dist.ProcessGroup,
