@@ -14,9 +14,10 @@ PHASES = ("old log-probs", "forward", "backward", "optimizer step")
 
 
 def shape_of(row: dict[str, Any]) -> str:
-    """Model and layers."""
-    shape = row["case"]["shape"]
-    return f"{NAMES.get(shape, shape)}, {row['num_layers']} layers"
+    """Model, layers and optimizer; *: its first update is the one that was timed."""
+    case = row["case"]
+    name = f"{NAMES.get(case['shape'], case['shape'])}, {row['num_layers']} layers, {case['optimizer']}"
+    return name + "*" * (case["steps"] == 1)
 
 
 def peak(row: dict[str, Any]) -> float | None:
@@ -67,7 +68,7 @@ def text(rows: Rows, table: Table) -> str:
 One GRPO update, {lengths}, gradient checkpointing;
 {machine["device"]}, {versions}, {machine["date"]}.
 A pack is spread over all GPUs, FSDP2 shards the weights; the slowest GPU's seconds. Efficiency: against the
-fewest GPUs that ran the case.
+fewest GPUs that ran the case. *: the first update after loading, nothing warmed up.
 
 {table(lines)}"""
 

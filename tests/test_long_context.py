@@ -186,7 +186,7 @@ def test_report_of_whole_updates(tmp_path: Path) -> None:
 
     def record(world: int, seconds: float, peak: float | None) -> dict[str, Any]:
         case = {"shape": "llama-3.1-8b", "prompt_length": 131072, "num_responses": 16}
-        case |= {"response_length": 2048, "dtype": "bfloat16"}
+        case |= {"response_length": 2048, "dtype": "bfloat16", "optimizer": "sgd", "steps": 1}
         phases = {name: {"seconds": seconds / 4, "peak_gib": peak} for name in long_context_report.PHASES}
         facts = {"device": "a GPU", "torch": "2", "transformers": "5", "date": "today"}
         return {
@@ -196,7 +196,7 @@ def test_report_of_whole_updates(tmp_path: Path) -> None:
 
     measured = [record(2, 9.0, 50.0), record(1, 12.0, None), record(2, 8.0, 40.0)]
     text = long_context_report.text(measured, markdown_table)
-    assert "8 layers, P=131,072 | 1 | 3.00 | 3.00 | 3.00 | 3.00 | 12.00 | - |  |" in text
+    assert "8 layers, sgd*, P=131,072 | 1 | 3.00 | 3.00 | 3.00 | 3.00 | 12.00 | - |  |" in text
     assert "| 2 | 2.00 | 2.00 | 2.00 | 2.00 | 8.00 | 40.0 | 75% |" in text and "9.00" not in text
     long_context_report.draw(measured, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
