@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,6 +204,26 @@ _compiled: dict[tuple[Any, ...], tuple[Any, list[str]]] = {}
 _MOST_COMPILED = 4096
 
 
+@dataclass(frozen=True)
+class Launched:
+    launcher: Any  # takes all of a kernel's arguments
+    arguments: tuple[Any, ...]
+
+
+_listener = threading.local()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Launched]]:
+    """What this thread launches meanwhile."""
+    launched: list[Launched] = []
+    _listener.launched = launched
+    try:
+        yield launched
+    finally:
+        _listener.launched = None
+
+
 def _kind(x: Any) -> Any:
     """What Triton compiles anew for: types, alignment, and integers that are 1, multiples of 16 or long."""
     if type(x) is int:
@@ -222,11 +244,18 @@ def _launch(
     known = _compiled.get(key)
     if known is None:
         compiled = kernel[grid](*arguments, **constants, **options)
-        if compiled is not None and len(_compiled) < _MOST_COMPILED:  # None: interpreted
-            _compiled[key] = (compiled, kernel.arg_names[len(arguments) :])
-        return
-    compiled, names = known
-    compiled[grid](*arguments, *[constants[x] for x in names])
+        if compiled is None:  # interpreted
+            return
+        known = (compiled, kernel.arg_names[len(arguments) :])
+        if len(_compiled) < _MOST_COMPILED:
+            _compiled[key] = known
+        everything = (*arguments, *[constants[x] for x in known[1]])
+    else:
+        everything = (*arguments, *[constants[x] for x in known[1]])
+        known[0][grid](*everything)
+    launched = getattr(_listener, "launched", None)
+    if launched is not None:
+        launched.append(Launched(known[0][grid], everything))
 
 
 def append(keys: Keys, k: Tensor, v: Tensor, rotary: Rotary | None) -> None:

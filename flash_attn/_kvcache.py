@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_attn import _decode, _kvcache_checks, _kvcache_op, checks
+from flash_attn import _decode, _decode_again, _kvcache_checks, _kvcache_op, checks
 from flash_attn._calls import scale_of
 
 
@@ -81,7 +81,6 @@ def seqlens_of(x: int | Tensor | None, batch: int, capacity: int, device: torch.
     return torch.full((batch,), capacity if x is None else int(x), dtype=torch.int64, device=device)
 
 
-@torch.no_grad()
 def with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
     rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None,
@@ -90,6 +89,33 @@ def with_kvcache(
     rotary_interleaved: bool, alibi_slopes: Tensor | None, num_splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The work of `flash_attn_with_kvcache`: out (B, Sq, H, Dv) and lse (B, H, Sq)."""
+    tensors = (
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        block_table,
+    )  # fmt: skip
+    numbers = (softmax_scale, causal, softcap, rotary_interleaved, num_splits)
+    known = None if alibi_slopes is not None else _decode_again.key(tensors, window_size, numbers)
+    results = None if known is None else _decode_again.run(known, tensors)
+    if results is not None:
+        return results
+    rest = (softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits)
+    if known is None:
+        return _checked(*tensors, *rest)
+    with _decode.listening() as launched:
+        results = _checked(*tensors, *rest)
+    _decode_again.keep(known, tensors, launched, results)
+    return results
+
+
+@torch.no_grad()
+def _checked(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
+    rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None, block_table: Tensor | None,
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
+    rotary_interleaved: bool, alibi_slopes: Tensor | None, num_splits: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same of arguments of a new kind."""
     _kvcache_checks.shapes(q, k_cache, v_cache, k, v, block_table)
     _kvcache_checks.indices(q, k_cache.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     checks.options(0.0, softcap, window_size, q.dtype)

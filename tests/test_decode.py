@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn
-from flash_attn import _decode, checks, flash_attn_shared_prompt_with_kvcache, flash_attn_with_kvcache
+from flash_attn import (
+    _decode,
+    _decode_again,
+    _kvcache_checks,
+    checks,
+    flash_attn_shared_prompt_with_kvcache,
+    flash_attn_with_kvcache,
+)
 
 B, CAPACITY, H, HK = 3, 200, 4, 2
 LENGTHS, PADDING = [130, 0, 200], [3, 0, 100]
@@ -212,6 +219,69 @@ def test_appending(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     both(monkeypatch, flash_attn_with_kvcache, *x, *new, cache_seqlens=17)
     index = torch.tensor([2, 0, 1], dtype=torch.int32)
     both(monkeypatch, flash_attn_with_kvcache, *x, *new, cache_seqlens=lengths, cache_batch_idx=index)
+
+
+def test_a_call_like_one_before(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launches are made again with its own tensors; another kind of call is looked at."""
+    kernels, again, looked = _decode.kernels(), [], []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(kernels, name)
+            self.arg_names = self.kernel.arg_names
+
+        def __getitem__(self, grid: Any) -> Any:
+            def first(*arguments: Any, **options: Any) -> Any:
+                self.kernel[grid](*arguments, **options)
+                return Compiled(self)
+
+            return first
+
+    class Compiled(Kernel):
+        def __init__(self, kernel: Kernel) -> None:
+            super().__init__(kernel.name)
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *everything: (again.append(self.name), self.kernel[grid](*everything))
+
+    shapes = _kvcache_checks.shapes
+    named = {name: Kernel(name) for name in ("append", "partial", "merge")}
+    monkeypatch.setattr(_decode, "kernels", lambda: SimpleNamespace(**named))
+    monkeypatch.setattr(_decode, "_compiled", {})
+    monkeypatch.setattr(_decode_again, "_known", {})
+    monkeypatch.setattr(checks, "values_are_read", lambda x: False)
+    monkeypatch.setattr(_kvcache_checks, "shapes", lambda *x: (looked.append(1), shapes(*x)))
+    angle = torch.randn(CAPACITY, 8)
+    tables = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), causal=True, num_splits=2)
+
+    def call(begin: list[int], new: int = 1, **options: Any) -> tuple[int, list[str]]:
+        """How often arguments were looked at, and what was launched as before."""
+        x = [y.where(y < 1e29, 0.5) for y in tensors(1, 16, torch.float32)]
+        x += [torch.randn(B, new, HK, 16), torch.randn(B, new, HK, 16)]
+        results = []
+        for choice in ("op", ""):
+            monkeypatch.setenv("FLASH_ATTN_DECODE", choice)
+            again.clear(), looked.clear()
+            given = [y.clone() for y in x]
+            rest = dict(cache_seqlens=torch.tensor(begin, dtype=torch.int32)) | tables | options
+            results.append((*flash_attn_with_kvcache(*given, return_softmax_lse=True, **rest), *given))
+        torch.testing.assert_close(*results, rtol=2e-6, atol=2e-6)
+        return len(looked), list(again)
+
+    assert call([130, 0, 198]) == (1, [])
+    for begin in ([3, 199, 0], [130, 0, 198]):
+        assert call(begin) == (0, ["append", "partial", "merge"])
+    column = torch.stack([torch.tensor([5, 6, 7])] * 2, 1)[:, 0]
+    for other in (
+        dict(causal=False), dict(window_size=(5, 0)), dict(softcap=2.0), dict(softmax_scale=0.3), dict(new=2),
+        dict(rotary_interleaved=False), dict(num_splits=1), dict(cache_seqlens=torch.tensor([1, 2, 3])),
+        dict(cache_leftpad=torch.zeros(3, dtype=torch.int32)), dict(cache_seqlens=7),
+        dict(cache_seqlens=column), dict(rotary_sin=torch.randn(CAPACITY, 16)[:, :8]),
+        dict(cache_batch_idx=torch.tensor([2, 0, 1], dtype=torch.int32)),
+    ):  # fmt: skip
+        assert call([30, 7, 60], **other)[0] == 1, other
+    assert call([30, 7, 60], cache_seqlens=column)[0] == 1  # would be copied: never as before
+    assert call([30, 7, 60]) == (0, ["append", "partial", "merge"])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

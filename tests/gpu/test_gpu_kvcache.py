@@ -12,6 +12,7 @@ from numerics import assert_close
 from torch import Tensor
 
 from flash_attn import (
+    _decode_again,
     flash_attn_func,
     flash_attn_shared_prompt_with_kvcache,
     flash_attn_with_kvcache,
@@ -126,6 +127,47 @@ def test_the_layers_of_a_step_and_the_next_step(path: int) -> None:
             lengths = [n + step + 1 for n in LENGTHS]
             check(got, x["q"], x["k_cache"], x["v_cache"], lengths, {})
         cache_seqlens += 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "pages", "places", "one split"])
+def test_calls_like_one_before(path: int, kind: str) -> None:
+    """New tensors and lengths in launches that are kept, call by call and in a graph: bit by bit what a call
+    gives that is looked at anew."""
+    x = tensors(1, 1, 8, 128, torch.bfloat16)
+    angle = torch.randn(CAPACITY, 32, device=CUDA)
+    options: dict[str, Any] = dict(rotary_cos=angle.cos().bfloat16(), rotary_sin=angle.sin().bfloat16())
+    options |= dict(causal=True, return_softmax_lse=True, num_splits=1 if kind == "one split" else 0)
+    places = torch.randperm(BATCH, device=CUDA).int()
+    if kind == "places":
+        options |= dict(cache_batch_idx=places, cache_leftpad=torch.zeros_like(places))
+    if kind == "pages":
+        options["block_table"] = torch.randperm(BATCH * CAPACITY // PAGE, device=CUDA).int().view(BATCH, -1)
+        for n in ("k_cache", "v_cache"):
+            x[n] = x[n].reshape(-1, PAGE, 2, 128)
+
+    def results(y: dict[str, Tensor], seqlens: Tensor) -> list[Tensor]:
+        out, lse = flash_attn_with_kvcache(**y, cache_seqlens=seqlens, **options)
+        return [out, lse, y["k_cache"], y["v_cache"]]
+
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=CUDA)
+    for step in range(3):
+        given = {n: torch.randn_like(y) for n, y in x.items()}
+        lengths = lengths.roll(1) + step
+        _decode_again._known.clear()
+        new = results({n: y.clone() for n, y in given.items()}, lengths)
+        torch.testing.assert_close(results(given, lengths.clone()), new, rtol=0, atol=0)
+    if CUDA == "cpu":
+        return
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    again = {n: torch.randn_like(y) for n, y in x.items()}
+    source = {n: y.clone() for n, y in again.items()}
+    with torch.cuda.graph(graph):
+        found = results(again, lengths)
+    lengths.copy_(lengths.roll(2))
+    graph.replay()
+    _decode_again._known.clear()
+    torch.testing.assert_close(found, results(source, lengths), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
