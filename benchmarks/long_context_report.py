@@ -81,7 +81,7 @@ def draw(rows: Rows, path: Path) -> None:
     cases = last_of_each(rows)
     names = [f"{shape_of(r)}\nP={r['case']['prompt_length'] // 1024}K, {r['world']} GPUs" for r in cases]
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 1.2 + 0.5 * len(cases)), layout="constrained", sharey=True
+        1, 2, figsize=(10, 1.5 + 0.5 * len(cases)), layout="constrained", sharey=True
     )
     at, begin = range(len(cases)), [0.0] * len(cases)
     for name, color in zip(PHASES, ("#a9c6ec", "#5b8fd6", "#1f4e9c", "#9a9a9a"), strict=True):
@@ -91,7 +91,7 @@ def draw(rows: Rows, path: Path) -> None:
     left.set_yticks(at, names, fontsize=7)
     left.invert_yaxis()
     left.set_xlabel("seconds of an update")
-    left.legend(frameon=False, fontsize=7)
+    figure.legend(loc="outside upper center", ncols=len(PHASES), frameon=False, fontsize=7)
     right.barh(at, [peak(row) or 0.0 for row in cases], color="#1f4e9c")
     right.set_xlabel("peak GiB of a GPU")
     for axis in (left, right):
