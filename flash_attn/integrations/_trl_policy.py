@@ -7,6 +7,7 @@ returns. Temperature, final softcap, fp32 head and entropy are therefore TRL's.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from flash_attn.integrations._sharing import IMPLEMENTATION, METRIC
 from flash_attn.integrations._transformers_cost import flop_cost_model
 from flash_attn.integrations._transformers_rope import check_rope
 from flash_attn.integrations._transformers_support import unwrap
+from flash_attn.integrations._trl_aux_loss import RouterLogits
 from flash_attn.integrations._trl_batch import SharedStep
 from flash_attn.integrations._trl_cost import calibrate_passes
 from flash_attn.integrations._trl_models import (
@@ -168,25 +170,24 @@ class SharedPromptMixin(GroupShuffleMixin):
 
     def _shared_pass(self, call: _Pass, step: SharedStep, num_forwards: int) -> LogProbs:
         """What the parent's method returns, from `num_forwards` packed forwards."""
-        log_probs, entropies, aux_losses = [], [], []
+        log_probs, entropies, aux_loss = [], [], None
+        routers = RouterLogits(call.model) if call.compute_aux_loss and len(step.packs) > 1 else None
         nothing: Any = 0.0  # keeps forwards without scored tokens in the graph: DDP waits for their gradients
-        for packed in step.packs:
-            outputs = self._packed_outputs(call, packed)
-            log_probs.append(outputs.log_probs[0].index_select(0, packed.pred_index))
-            if call.compute_entropy:
-                entropies.append(outputs.entropy[0].index_select(0, packed.pred_index))
-            if call.compute_aux_loss:
-                aux_losses.append(outputs.aux_loss)
-            if packed.layout.num_response_tokens == 0:
-                nothing = nothing + 0 * outputs.log_probs.sum()
+        with routers or contextlib.nullcontext():
+            for packed in step.packs:
+                outputs = self._packed_outputs(call, packed)
+                log_probs.append(outputs.log_probs[0].index_select(0, packed.pred_index))
+                if call.compute_entropy:
+                    entropies.append(outputs.entropy[0].index_select(0, packed.pred_index))
+                if packed.layout.num_response_tokens == 0:
+                    nothing = nothing + 0 * outputs.log_probs.sum()
+                aux_loss = outputs.aux_loss if call.compute_aux_loss else None
+        if routers is not None:
+            aux_loss = routers.aux_loss(step.packs)
         for _ in range(num_forwards - len(step.packs)):  # other processes have more: join their collectives
             nothing = nothing + 0 * self._packed_outputs(call, step.packs[-1]).log_probs.sum()
         rows = step.in_rows(log_probs) + nothing
-        return (
-            rows,
-            step.in_rows(entropies) if call.compute_entropy else None,
-            torch.stack(aux_losses).mean() if call.compute_aux_loss else None,
-        )
+        return rows, step.in_rows(entropies) if call.compute_entropy else None, aux_loss
 
     def _packed_outputs(self, call: _Pass, packed: Any) -> Any:
         options = {"output_router_logits": True} if call.compute_aux_loss else {}

@@ -52,6 +52,10 @@ CASES = {
     "peft-reentrant": ("grpo", {"options": lora, **REENTRANT}),
     "moe": ("grpo", MOE),
     "micro-batches": ("grpo", {"per_device_train_batch_size": 8, "shared_prompt": {"max_packed_tokens": 40}}),
+    "moe-micro-batches": (
+        "grpo",
+        {**MOE, "per_device_train_batch_size": 8, "shared_prompt": {"max_packed_tokens": 40}},
+    ),
     "dualkv": ("grpo", {"kind": "llama", "model_init_kwargs": {"attn_implementation": "dualkv"}}),
     "padded-to-8": ("grpo", {"pad_to_multiple_of": 8}),
 }
