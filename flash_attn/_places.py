@@ -79,6 +79,34 @@ def _zeros_between(v: Tensor, begin: Tensor, end: Tensor) -> Tensor:
     return v.where(used[:, None, None], 0)
 
 
+def _paged_rows(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, length: Tensor, max_seqlen_k: int
+) -> tuple[Tensor, Tensor, int]:
+    """k and v (rows, Hk, D), the pages of each sequence gathered, and how many rows a sequence has there."""
+    batch = length.shape[0]
+    fits = getattr(block_table, "ndim", 0) == 2 and block_table.shape[0] == batch
+    _check("block_table", block_table, f"(batch, pages) = [{batch}, *]", fits, q)
+    _check_pages(k, v)
+    pages, num_blocks, page_size = block_table.long(), k.shape[0], k.shape[1]
+    _check_used(length, max_seqlen_k, pages, num_blocks, page_size)
+    return _gathered(k, pages), _gathered(v, pages), pages.shape[1] * page_size
+
+
+def _check_lengths(shift: Tensor, length: Tensor, most: Tensor) -> None:
+    """Where values may be read: [shift, length) of each sequence within its `most` rows."""
+    if not checks.values_are_read(length):
+        return
+    for name, x in (("leftpad_k", shift), ("seqused_k", length)):
+        if bool((x < 0).any()):
+            raise ValueError(f"{name} must be >= 0, got {x.tolist()}")
+    length = (length - shift).clamp(min=0)
+    if bool((shift + length > most).any()):
+        raise ValueError(
+            f"keys must be within the {most.tolist()} rows of their sequences, "
+            f"got {length.tolist()} behind {shift.tolist()}"
+        )
+
+
 def find(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int,
     block_table: Tensor | None, leftpad_k: Tensor | None, seqused_k: Tensor | None,
@@ -91,36 +119,19 @@ def find(
     for name, x in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
         if x is not None:
             _check(name, x, f"(batch,) = [{batch}]", getattr(x, "shape", None) == (batch,), q)
-    begin, length = cu_seqlens_k[:-1].long(), cu_seqlens_k.diff().long()
-    if seqused_k is not None:
-        length = seqused_k.long()
-    capacity = None
+    begin, most = cu_seqlens_k[:-1].long(), cu_seqlens_k.diff().long()
+    length = most if seqused_k is None else seqused_k.long()
     if block_table is not None:
         if leftpad_k is not None:
             raise NotImplementedError("block_table cannot be combined with leftpad_k")
-        fits = getattr(block_table, "ndim", 0) == 2 and block_table.shape[0] == batch
-        _check("block_table", block_table, f"(batch, pages) = [{batch}, *]", fits, q)
-        _check_pages(k, v)
-        pages, num_blocks, page_size = block_table.long(), k.shape[0], k.shape[1]
-        k, v = _gathered(k, pages), _gathered(v, pages)
-        capacity = pages.shape[1] * page_size
+        k, v, capacity = _paged_rows(q, k, v, block_table, length, max_seqlen_k)
         begin = torch.arange(batch, device=q.device) * capacity
-        _check_used(length, max_seqlen_k, pages, num_blocks, page_size)
+        most = torch.full_like(length, capacity)
     shift = torch.zeros_like(begin) if leftpad_k is None else leftpad_k.long()
-    if checks.values_are_read(length):
-        for name, x in (("leftpad_k", shift), ("seqused_k", length)):
-            if bool((x < 0).any()):
-                raise ValueError(f"{name} must be >= 0, got {x.tolist()}")
+    _check_lengths(shift, length, most)
     length = (length - shift).clamp(min=0)  # a sequence that is all padding has no keys
-    if checks.values_are_read(length):
-        most = cu_seqlens_k.diff() if capacity is None else torch.full_like(length, capacity)
-        if bool((shift + length > most).any()):
-            raise ValueError(
-                f"keys must be within the {most.tolist()} rows of their sequences, "
-                f"got {length.tolist()} behind {shift.tolist()}"
-            )
-    if capacity is not None:
-        length = length.clamp(max=capacity)
+    if block_table is not None:
+        length = torch.minimum(length, most)
     zero = torch.zeros_like(cu_seqlens_q[1:])
     begin = (begin + shift).int()
     end = begin + length.int()
