@@ -41,7 +41,8 @@ constexpr ForwardTile kForwardTiles[] = {
     {128, 128, 48, 4, true, 2, false},   // 163 KB GPUs: 80 KB
     {128, 128, 64, 4, false, 2, false},  // 99 KB GPUs: one block
     {192, 64, 64, 4, false, 3, false},   // registers: O 96 + S 32 of 168; 32 rows a warp would need 192 + 64
-    {256, 64, 64, 4, false, 2, false},   // registers: O 128 + S 32; shared memory: 96 KB
+    {256, 128, 64, 8, true, 1, false},   // registers: O 128 + S 32; shared memory: 192 KB; half the loads of 64 rows, one wait a tile
+    {256, 64, 64, 4, false, 2, false},   // 163 and 99 KB GPUs: 96 KB
 };
 
 constexpr ForwardTile kDqTiles[] = {
@@ -49,7 +50,8 @@ constexpr ForwardTile kDqTiles[] = {
     {96, 128, 32, 4, true, 2, false},   // registers: dQ 96 + S, dP 64
     {128, 128, 32, 4, true, 2, false},  // registers: dQ 128 + S, dP 64; shared memory: 97 KB
     {192, 64, 32, 4, true, 2, false},   // shared memory: q, dout 24 KB each, K, V 12 KB a slot: 97 KB
-    {256, 64, 32, 4, true, 1, false},   // shared memory: q, dout 32 KB each, K, V 16 KB a slot: 129 KB
+    {256, 128, 32, 8, true, 1, false},  // shared memory: q, dout 64 KB each, K, V 16 KB a slot: 193 KB; the forward's rows
+    {256, 64, 32, 4, true, 1, false},   // 163 KB GPUs: 129 KB
     {256, 64, 16, 4, true, 2, false},   // 99 KB GPUs
 };
 
@@ -65,7 +67,7 @@ constexpr BackwardTile kBackwardTiles[] = {
     {192, 64, 64, 8, 4, 2, 4, 2, 2, 1},   // shared memory: K, V 24 KB each, q, dout 24 KB a stage: 170 KB
     {192, 64, 64, 8, 4, 2, 4, 2, 1, 1},   // 163 KB GPUs
     {192, 64, 32, 8, 4, 2, 4, 1, 1, 1},   // 99 KB GPUs
-    {256, 64, 64, 8, 4, 2, 4, 2, 1, 1},   // shared memory: K, V 32 KB each, q, dout 32 KB a stage: 178 KB
+    {256, 64, 64, 8, 4, 2, 4, 2, 2, 1},   // shared memory: K, V 32 KB each, q, dout 32 KB a stage: 218 KB
     {256, 64, 64, 8, 4, 2, 4, 1, 1, 1},   // 163 KB GPUs
     {256, 32, 32, 4, 2, 2, 2, 1, 1, 1},   // 99 KB GPUs
 };
