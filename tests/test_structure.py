@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 450  # about 400
+MAX_FUNCTION = 70  # lines behind its docstring: a screen
 MAX_BYTES = 2**20
 FRAMEWORKS = {"transformers", "trl", "verl", "openrlhf", "peft", "accelerate", "datasets", "vllm"}
 # A kernel's main loop is one function and may be one long file.
@@ -62,6 +63,22 @@ def test_files_have_one_job_and_fit_in_the_head():
     lines = {name(path): len(path.read_text().splitlines()) for path in CODE_FILES}
     long = {path: n for path, n in lines.items() if n > MAX_LINES and not LONG_FILES.fullmatch(path)}
     assert not long, f"over {MAX_LINES} lines: {long}"
+
+
+def test_functions_fit_a_screen():
+    long = []
+    for path in CODE_FILES:
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            # A Triton kernel's main loop is one function.
+            kernel = any("jit" in ast.unparse(x) for x in getattr(node, "decorator_list", ()))
+            if isinstance(node, ast.FunctionDef) and not kernel:
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                if lines > MAX_FUNCTION:
+                    long.append(f"{name(path)}: {node.name}, {lines}")
+    assert not long, f"over {MAX_FUNCTION} lines: {long}"
 
 
 def test_every_code_file_says_what_it_is():
