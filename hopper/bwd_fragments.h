@@ -56,32 +56,101 @@ __device__ __forceinline__ void store_packed(uint32_t tile, uint32_t const (&x)[
     }
 }
 
-// dK (scaled) or dV of 64 keys from `first` of the item on: rows of its region's tensor, or fp32 partials of a row
-// split (not scaled).
+// fp32 partials of dK or dV that a row split has for 64 keys from `first` of the item on.
 template <class T, bool kDk>
-__device__ __forceinline__ void bwd_store_gradient(BwdParams const& p, KeyItem const& item, int head_k, int first,
-                                                   float const (&acc)[T::kHeadDim / 2]) {
+__device__ __forceinline__ float* partial_rows(BwdParams const& p, KeyItem const& item, int split, int head_k, int first) {
+    int64_t const row = int64_t(split) * p.fwd.total_context + item.key_begin + first;
+    return (kDk ? p.dk_partial : p.dv_partial) + (row * p.fwd.num_heads_k + head_k) * T::kHeadDim;
+}
+
+// Counts a warp that has stored its part of a split; whether it is the last of all splits, to which all parts are visible.
+__device__ __forceinline__ bool is_last_split(int* count, int num_splits) {
+    __threadfence();
+    __syncwarp();
+    int before = 0;
+    if (threadIdx.x % 32 == 0) { before = atomicAdd(count, 1); }
+    before = __shfl_sync(0xffffffff, before, 0);
+    __threadfence();
+    return before == num_splits - 1;
+}
+
+// Rows of dK or dV of the item's region from its key `first` on, and what lies between two of them.
+template <class T, bool kDk>
+__device__ __forceinline__ typename T::Element* gradient_rows(BwdParams const& p, KeyItem const& item, int head_k, int first,
+                                                              int64_t& row_stride) {
+    bool const context = item.region != 0;
+    void* const out = kDk ? (context ? p.dk_context : p.dk) : (context ? p.dv_context : p.dv);
+    row_stride = kDk ? (context ? p.dk_context_row_stride : p.dk_row_stride) : (context ? p.dv_context_row_stride : p.dv_row_stride);
+    int64_t const head_stride =
+        kDk ? (context ? p.dk_context_head_stride : p.dk_head_stride) : (context ? p.dv_context_head_stride : p.dv_head_stride);
+    return static_cast<typename T::Element*>(out) + (item.key_begin + first) * row_stride + head_k * head_stride;
+}
+
+// dK (scaled) or dV of the warp's 16 keys from `first` on: its partials summed in the order of the splits. Four columns a lane.
+template <class T, bool kDk>
+__device__ __forceinline__ void sum_splits(BwdParams const& p, KeyItem const& item, int head_k, int first) {
     using Element = typename T::Element;
-    int const key = item.key_begin + first, num_keys = item.num_keys - first;
-    if (item.split >= 0) {
-        int64_t const stride = int64_t(p.fwd.num_heads_k) * T::kHeadDim;
-        int64_t const offset =
-            (int64_t(item.split) * p.fwd.total_context + key) * stride + int64_t(head_k) * T::kHeadDim;
-        store_rows_fp32<T::kHeadDim>(acc, (kDk ? p.dk_partial : p.dv_partial) + offset, stride, num_keys);
+    constexpr int kVectors = T::kHeadDim / 4, kEach = kVectors / 2;         // float4 of a key; of 16 keys, for each lane
+    constexpr int kBatch = kEach <= 16 ? kEach : kEach / 2;                 // loads under way
+    int64_t const partial_stride = int64_t(p.fwd.num_heads_k) * T::kHeadDim;
+    float const scale = kDk ? p.fwd.softmax_scale : 1.f;
+    int64_t row_stride;
+    Element* const out = gradient_rows<T, kDk>(p, item, head_k, first, row_stride);
+    int const num_keys = item.num_keys - first;
+#pragma unroll 1
+    for (int begin = threadIdx.x % 32; begin < 32 * kEach; begin += 32 * kBatch) {
+        float4 sum[kBatch];
+#pragma unroll 1
+        for (int split = 0; split < p.num_splits; ++split) {
+            float const* const part = partial_rows<T, kDk>(p, item, split, head_k, first);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                int const key = (begin + 32 * i) / kVectors, column = (begin + 32 * i) % kVectors * 4;
+                if (split == 0) { sum[i] = make_float4(0.f, 0.f, 0.f, 0.f); }
+                if (key >= num_keys) { continue; }
+                float4 const x = __ldcg(reinterpret_cast<float4 const*>(part + key * partial_stride + column));
+                sum[i].x += x.x, sum[i].y += x.y, sum[i].z += x.z, sum[i].w += x.w;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            int const key = (begin + 32 * i) / kVectors, column = (begin + 32 * i) % kVectors * 4;
+            if (key >= num_keys || column >= p.fwd.head_dim) { continue; }
+            *reinterpret_cast<uint2*>(out + key * row_stride + column) =
+                make_uint2(pack<Element>(sum[i].x * scale, sum[i].y * scale), pack<Element>(sum[i].z * scale, sum[i].w * scale));
+        }
+    }
+}
+
+// dK (scaled) or dV of 64 keys from `first` of the item on.
+template <class T, bool kDk>
+__device__ __forceinline__ void store_gradient(BwdParams const& p, KeyItem const& item, int head_k, int first,
+                                               float const (&acc)[T::kHeadDim / 2]) {
+    float const scale = kDk ? p.fwd.softmax_scale : 1.f;
+    int64_t row_stride;
+    auto* const out = gradient_rows<T, kDk>(p, item, head_k, first, row_stride);
+    store_rows<typename T::Element, T::kHeadDim>(acc, scale, scale, out, row_stride, item.num_keys - first, p.fwd.head_dim);
+}
+
+// The gradients kDk... (true: dK) of 64 keys from `first` of the item on. Of a row split they are fp32 partials; the warp that
+// is the last of all splits with the same keys sums them, in the splits' order, so that the bits do not depend on who is last.
+template <class T, bool... kDk, class... Acc>
+__device__ __forceinline__ void bwd_store_gradients(BwdParams const& p, KeyItem const& item, int head_k, int first,
+                                                    Acc const&... acc) {
+    if (item.split < 0) {
+        (store_gradient<T, kDk>(p, item, head_k, first, acc), ...);
         return;
     }
-    void* out = kDk ? p.dk : p.dv;
-    int64_t row_stride = kDk ? p.dk_row_stride : p.dv_row_stride,
-            head_stride = kDk ? p.dk_head_stride : p.dv_head_stride;
-    if (item.region != 0) {
-        out = kDk ? p.dk_context : p.dv_context;
-        row_stride = kDk ? p.dk_context_row_stride : p.dv_context_row_stride;
-        head_stride = kDk ? p.dk_context_head_stride : p.dv_context_head_stride;
+    int const num_keys = item.num_keys - first, warp_first = first + threadIdx.x % 128 / 32 * 16;
+    if (warp_first >= item.num_keys) { return; }
+    (store_rows_fp32<T::kHeadDim>(acc, partial_rows<T, kDk>(p, item, item.split, head_k, first),
+                                  int64_t(p.fwd.num_heads_k) * T::kHeadDim, num_keys),
+     ...);
+    constexpr bool kGradients[] = {kDk...};
+    int64_t const row = item.key_begin + warp_first + (kGradients[0] ? p.fwd.total_context : 0);
+    if (is_last_split(p.split_counts + row * p.fwd.num_heads_k + head_k, p.num_splits)) {
+        (sum_splits<T, kDk>(p, item, head_k, warp_first), ...);
     }
-    float const scale = kDk ? p.fwd.softmax_scale : 1.f;
-    store_rows<Element, T::kHeadDim>(acc, scale, scale,
-                                     static_cast<Element*>(out) + key * row_stride + head_k * head_stride, row_stride,
-                                     num_keys, p.fwd.head_dim);
 }
 
 // The two scalars of the thread's j-th pair of columns, from a stage's row scalars.

@@ -314,8 +314,7 @@ __device__ __forceinline__ void bwd_mma(BwdArgs const& args, BwdStorage<T>& s) {
         if (signals) { s.dq_tile[warpgroup] = kDqEnd; }
         named_arrive(kDqFullBarrier + warpgroup, 128 + 32);
     }
-    bwd_store_gradient<T, false>(p, s.item, s.head_k, 64 * warpgroup, dv);
-    bwd_store_gradient<T, true>(p, s.item, s.head_k, 64 * warpgroup, dk);
+    bwd_store_gradients<T, false, true>(p, s.item, s.head_k, 64 * warpgroup, dv, dk);
 }
 
 }  // namespace flash_attn::sm90

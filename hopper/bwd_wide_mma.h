@@ -190,7 +190,7 @@ struct WideRole {
                 if (at_block()) { release(stage<0>()); }
             }
         }
-        bwd_store_gradient<T, false>(p, s.item, s.head_k, T::kKeys * rank, dv);
+        bwd_store_gradients<T, false>(p, s.item, s.head_k, T::kKeys * rank, dv);
     }
 
     // dS^T of this warp's 16 keys: ready for this CTA's dQ, and on its way to the other CTA, whose buffer is free: P^T came
@@ -268,7 +268,7 @@ struct WideRole {
             __syncwarp();
             if (lane() == 0) { s.ds_full[turn.stage].arrive(); }
         }
-        bwd_store_gradient<T, true>(args.params, s.item, s.head_k, T::kKeys * rank, dk);
+        bwd_store_gradients<T, true>(args.params, s.item, s.head_k, T::kKeys * rank, dk);
     }
 
     // Its own half of the keys first: the other CTA's dS^T comes later.

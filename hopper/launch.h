@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "bwd_post.h"
@@ -192,8 +193,6 @@ cudaError_t run_fwd(FwdParams const& p, cudaStream_t stream) {
     }
 }
 
-constexpr int kFewItemsPerSm = 32;  // entries of the key list for all heads, surplus ones too
-
 // Traits of the backward at a head dim, the kernel, items of a cluster of two CTAs.
 template <class T>
 struct BwdKernel {
@@ -244,13 +243,14 @@ cudaError_t launch_bwd(BwdParams const& p, cudaStream_t stream) {
                                                                 f.head_dim, p.dout_row_stride, p.dout_head_stride)));
     FLASH_ATTN_TRY((make_key_maps<Element, typename T::TileK>(f, args.maps.keys[0], args.maps.keys[1])));
     int const heads = p.head_k_end - p.head_k_begin;
-    // Head after head: all CTAs read the same rows at about the same time, and update the same dQ. Few items: the long ones of all
-    // heads first, since a launch is as long as the SM with most to do.
     int const items = (f.plan.num_key_items + Kernel::kItems - 1) / Kernel::kItems;
     int processors;
     FLASH_ATTN_TRY(num_multiprocessors(processors));
-    bool const few = int64_t(f.plan.num_key_items) * heads <= int64_t(kFewItemsPerSm) * processors;
-    args.order = {items, heads, few ? heads : 1, p.head_k_begin};
+    args.order = {items, heads, 1, p.head_k_begin};
+    // Else the last two heads together (up to head dim 128; not measured over it): the long items of one may leave half of the GPU
+    // without work at the end.
+    bool const few = few_key_items(f.plan.num_key_items, heads, processors);
+    args.order.last_heads = few ? heads : std::min(heads, T::kHeadDim <= 128 ? 2 : 1);
     if (args.order.size() == 0) { return cudaSuccess; }
     constexpr int kBytes = sizeof(typename Kernel::Storage);
     static_assert(kBytes <= 227 * 1024);
@@ -286,22 +286,19 @@ cudaError_t run_bwd_dq(BwdParams const& p, cudaStream_t stream) {
     }
 }
 
-// dq_accum (all rows of the chunk's heads) to dq, and the split partials of context keys to dk_context, dv_context.
+// dq_accum (all rows of the chunk's heads) to dq.
 template <typename Element, int kHeadDim>
 cudaError_t run_bwd_post(BwdParams const& p, cudaStream_t stream) {
-    if constexpr (kHeadDim > 256) {
-        return cudaSuccess;  // neither accumulator nor partials
-    } else {
+    if constexpr (kHeadDim <= 256) {  // else there is no accumulator
         using T = BwdTraitsOf<Element, kHeadDim, false, true>;
         FwdParams const& f = p.fwd;
-        int const heads = p.head_k_end - p.head_k_begin;
-        int const blocks = p.dq_accum != nullptr ? (f.total_q + kBlockRows - 1) / kBlockRows : 0;
-        int const sums = p.dk_partial != nullptr ? f.plan.num_key_items * heads : 0;
-        int const converts = blocks * (T::kHeadDim / T::kDqColumns) * heads * (f.num_heads / f.num_heads_k);
-        if (sums + converts == 0) { return cudaSuccess; }
-        bwd_finish<T><<<sums + converts, 128, 0, stream>>>(p, sums);
+        int const blocks = (f.total_q + kBlockRows - 1) / kBlockRows, heads = p.head_k_end - p.head_k_begin;
+        if (p.dq_accum == nullptr || blocks * heads == 0) { return cudaSuccess; }
+        int const grid = blocks * (T::kHeadDim / T::kDqColumns) * heads * (f.num_heads / f.num_heads_k);
+        bwd_finish<T><<<grid, 128, 0, stream>>>(p);
         return cudaGetLastError();
     }
+    return cudaSuccess;
 }
 
 }  // namespace flash_attn::sm90

@@ -11,7 +11,8 @@ namespace flash_attn::sm90 {
 struct WorkOrder {
     int num_items, num_heads, section_heads;
     int first_head;
-    int num_first = 0;  // so many entries of the list come before all others, for every head
+    int num_first = 0;   // so many entries of the list come before all others, for every head
+    int last_heads = 1;  // make up the last section
 
     int size() const { return num_items * num_heads; }
 
@@ -27,8 +28,8 @@ struct WorkOrder {
             index -= num_first * num_heads;
             begin = num_first;
             items = num_items - num_first;
-            first = index / (items * section_heads) * section_heads;
-            heads = min(section_heads, num_heads - first);
+            first = min(index / (items * section_heads) * section_heads, num_heads - last_heads);
+            heads = first == num_heads - last_heads ? last_heads : min(section_heads, num_heads - first);
         }
         int const rest = index - items * first;
         item = begin + rest / heads;

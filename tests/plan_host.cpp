@@ -33,10 +33,10 @@ extern "C" int plan_key_capacity(int total_k, int total_context, int context_in_
 }
 
 // sizes: num_segments, total_q, total_k, total_context, context_in_k, window_left, window_right, fwd_block_m,
-// bwd_block_n, num_splits, separate. Returns 0, or 1 when the lists exceed their capacities.
+// bwd_block_n, num_splits, separate, few_items. Returns 0, or 1 when the lists exceed their capacities.
 extern "C" int plan_on_host(int const* segments, int const* sizes, int* row_span, int* block_span, int* query_items, int* key_items) {
     PlanParams p{segments, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4] != 0, sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]};
-    p.separate = sizes[10] != 0;
+    p.separate = sizes[10] != 0, p.few_items = sizes[11] != 0;
     p.query_capacity = plan_query_capacity(p.total_q, p.num_segments, p.fwd_block_m);
     p.key_capacity = plan_key_capacity(p.total_k, p.total_context, p.context_in_k, p.num_segments, p.bwd_block_n, p.num_splits);
     std::vector<int> query_runs(3 * query_slots(p), -1), key_runs(3 * key_slots(p), -1);

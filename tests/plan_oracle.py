@@ -19,6 +19,9 @@ CHUNK_SEGMENTS = 64  # tiles end where a segment's index is a multiple: one thre
 COST_QUANTUM = 128  # a tile of keys (rows) is paid whole
 ITEM_COST = 128  # fixed cost of an item, in key columns: loading the stationary tile, epilogue
 MAX_SPLITS = 4
+FEW_ITEMS_PER_SM = (
+    32  # entries of the key list for all kv heads; up to so many are sorted one by one (sm_90a)
+)
 SPLIT_ROWS = 16384  # a split made to shorten an item has at least as many rows
 
 
@@ -227,11 +230,11 @@ def _decoded_pieces(t: _Table, context_in_k: bool) -> tuple[tuple[int, int], lis
     return (0, before[0]), pieces
 
 
-def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list[KeyTiles]:
+def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str, few_items: bool) -> list[KeyTiles]:
     """Decoded tiles one by one, then context tiles in pairs of neighbours, one for each block of a cluster.
 
     (begin, end), [[region, key_begin, num_keys, row_begin, row_end], ...]: first the rows of the pair, of a
-    decoded tile those of its run's first tile.
+    decoded tile those of its run's first tile, or, of few items, its own.
     """
     lead, pieces = _decoded_pieces(t, context_in_k)
 
@@ -252,7 +255,7 @@ def _key_tiles(t: _Table, block: int, context_in_k: bool, spanning: str) -> list
             for s, (pb, pe) in enumerate(pieces):
                 if pb < end and pe > begin:
                     hull = _union(hull, rows(s, max(pb, begin), min(pe, end)))
-            first = first or hull
+            first = hull if few_items else first or hull
             items.append((first, [[0, begin, end - begin, *hull]]))
 
     heads = [s for s in range(t.num_segments) if t.context_head(s)]
@@ -302,6 +305,7 @@ def build_plan(
     window_size: tuple[int, int] = (-1, -1),
     tile: TileSizes | None = None,
     num_splits: int = 1,
+    few_items: bool = False,
     spanning: str = "auto",
 ) -> Plan:
     """`total_context` None: context rows are rows of k (packed shared-prompt call, and plain calls)."""
@@ -322,7 +326,7 @@ def build_plan(
         queries.append([begin, end - begin, cost, 0, *context, *decoded])
 
     keys: list[list[int]] = []
-    for pair_rows, pair in _key_tiles(t, tile.bwd_block_n, context_in_k, spanning):
+    for pair_rows, pair in _key_tiles(t, tile.bwd_block_n, context_in_k, spanning, few_items):
         for part in range(num_splits) if pair[0][0] == 1 and num_splits > 1 else [-1]:
             cut = pair_rows if part < 0 else _split_rows(*pair_rows, part, num_splits)
             for region, key_begin, num_keys, rb, re in pair:

@@ -46,14 +46,14 @@ def host_plan(tmp_path_factory: pytest.TempPathFactory):
 
     def build(
         segments, total_q, total_k, total_context=None, *, causal, window_size, tile, num_splits=1,
-        check=True, separate=False,
+        few_items=False, check=True, separate=False,
     ) -> Plan:  # fmt: skip
         in_k = total_context is None
         context = total_k if total_context is None else total_context
         count = len(segments)
         right = 0 if causal else window_size[1]
         sizes = [count, total_q, total_k, context, int(in_k), window_size[0], right]
-        sizes += [tile.fwd_block_m, tile.bwd_block_n, num_splits, int(separate)]
+        sizes += [tile.fwd_block_m, tile.bwd_block_n, num_splits, int(separate), int(few_items)]
         sizes_t = torch.tensor(sizes, dtype=torch.int32)
         plan = Plan(
             torch.full((total_q, 4), -7, dtype=torch.int32),
@@ -117,6 +117,7 @@ def random_case(rng: np.random.Generator) -> dict:
         window_size=window,
         tile=tile,
         num_splits=int(rng.choice([1, 1, 2, 4])),
+        few_items=bool(rng.random() < 0.5),
     )
 
 

@@ -76,6 +76,7 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     int64_t const keys = forward_only ? 0 : key_capacity(total_k, p.total_context, p.context_in_k, p.num_segments, tile.bwd_block_n, p.num_splits);
     FLASH_ATTN_CHECK(queries + keys <= kIntMax, "segments", "have fewer rows", shape_of(segments));
     p.query_capacity = int(queries), p.key_capacity = int(keys);
+    p.few_items = kernels.arch == 90 && few_key_items(keys, num_heads_k, device.num_sms);
 
     std::vector<Tensor> tables{new_empty(segments, {total_q, 4}, ScalarType::Int),
                                new_empty(segments, {(total_q + kBlockRows - 1) / kBlockRows, 8}, ScalarType::Int),
@@ -224,10 +225,11 @@ std::tuple<Tensor, Tensor> fwd_extras(Tensor q, Tensor k, Tensor v, Tensor segme
     return run_forward(call, q);
 }
 
-// Bytes that the fp32 accumulator of dq may take; kv heads are processed in chunks that keep within it.
-int64_t dq_accum_limit() {
+// Bytes that the fp32 accumulator of dq may take; kv heads are processed in chunks that keep within it. Each chunk is a launch, at whose
+// end part of the GPU has no work: up to head dim 128 in the Hopper kernels more room pays (32 responses of 2,048 on 12,288: 81 -> 64 ms).
+int64_t dq_accum_limit(Kernels const& kernels) {
     char const* value = std::getenv("FLASH_ATTN_DQ_ACCUM_MB");
-    int64_t const megabytes = value ? std::atoll(value) : 512;
+    int64_t const megabytes = value ? std::atoll(value) : kernels.arch == 90 && kernels.head_dim <= 128 ? 1024 : 512;
     FLASH_ATTN_CHECK(megabytes > 0, "FLASH_ATTN_DQ_ACCUM_MB", "be a positive number", value ? value : "");
     return megabytes << 20;
 }
@@ -253,7 +255,7 @@ Gradients run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_
     Gradients gradients;
     Kernels const& kernels = *call.kernels;
     int const heads_k = p.fwd.num_heads_k, heads_per_kv = p.fwd.num_heads / heads_k;
-    int64_t const head_bytes = heads_per_kv * p.rows_padded * kernels.head_dim * 4, limit = dq_accum_limit();
+    int64_t const head_bytes = heads_per_kv * p.rows_padded * kernels.head_dim * 4, limit = dq_accum_limit(kernels);
     auto const bwd = p.fwd.extras ? kernels.bwd_extras : kernels.bwd, bwd_dq = p.fwd.extras ? kernels.bwd_dq_extras : kernels.bwd_dq;
     separate_dq = separate_dq || kernels.pass_wise || (head_bytes > limit && bwd_dq);
     int64_t const chunk_limit = separate_dq ? heads_k : std::clamp<int64_t>(limit / head_bytes, 1, heads_k);
@@ -316,12 +318,14 @@ AllGradients run_backward_of(Call& call, Tensor const& dout, OptionalTensor cons
                              call.tile.bwd_block_n);
     int64_t const rows = q.size(1) * p.rows_padded;
     int64_t const partial = p.num_splits > 1 ? p.num_splits * call.k_context.size(0) * k.size(1) * call.kernels->head_dim : 0;
-    Tensor const scratch = new_empty(q, {2 * (rows + partial)}, ScalarType::Float);
+    int64_t const counts = partial > 0 && call.kernels->arch == 90 ? 2 * call.k_context.size(0) * k.size(1) : 0;
+    Tensor const scratch = new_empty(q, {2 * (rows + partial) + counts}, ScalarType::Float);
     p.lse_log2 = static_cast<float*>(scratch.data_ptr());
     p.dout_dot_out = p.lse_log2 + rows;
     if (partial > 0) {
         p.dk_partial = p.dout_dot_out + rows;
         p.dv_partial = p.dk_partial + partial;
+        if (counts > 0) p.split_counts = reinterpret_cast<int*>(p.dv_partial + partial);
     }
     Gradients const g = run_backward(call, p, q, deterministic, current_stream(device), allocate);
     return {g.dq, g.dk, g.dv, g.dk_context, g.dv_context};

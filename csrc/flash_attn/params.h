@@ -19,6 +19,11 @@ struct TileSizes {
     int bwd_block_n;  // most keys of a KeyItem
 };
 
+// Whether a backward of so many entries of the key list (surplus ones too) for each of so many kv heads is short: then the sm_90a
+// kernels take all heads together, longest items first, since a launch is as long as the processor with most to do; else head
+// after head, so that all read the same rows and update the same dQ at about the same time.
+constexpr bool few_key_items(int64_t entries, int64_t heads, int processors) { return entries * heads <= int64_t(32) * processors; }
+
 // The kernels address a tile of up to 128 rows of 16-bit elements by 32-bit byte offsets; this is what that leaves for a
 // row. flash_api.cpp copies tensors of wider rows.
 constexpr int64_t kMaxRowStride = (int64_t(1) << 31) / (2 * 128);
@@ -143,6 +148,7 @@ struct BwdParams {
     float* dk_partial;      // (num_splits, total_context, num_heads_k, kernel head dim) fp32, or null; rows are context
                             // rows (rows of k where the context lies inside k: total_context = total_k then)
     float* dv_partial;
+    int* split_counts;      // (2, total_context, num_heads_k), zeroed by the preprocess kernel; with partials on the sm_90a path
     int64_t rows_padded;
     int num_splits;
 

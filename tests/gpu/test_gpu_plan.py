@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from plan_oracle import TileSizes, build_plan, choose_splits, shared_prompt_segments, varlen_segments
+from plan_oracle import (
+    FEW_ITEMS_PER_SM,
+    Plan,
+    TileSizes,
+    build_plan,
+    choose_splits,
+    shared_prompt_segments,
+    varlen_segments,
+)
 from test_plan import NAMES, random_case
 
 from flash_attn import _backend, _ops
@@ -39,6 +49,14 @@ def plan_on_gpu(segments, total_q, total_k, total_context, *, causal=True, windo
     return [t.cpu() for t in tables]
 
 
+def expected_plan(path: int, *arguments: Any, **options: Any) -> Plan:
+    """The oracle's for one kv head on this GPU."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    plan = build_plan(*arguments, **options, few_items=True)
+    few = path == 90 and len(plan.key_items) <= FEW_ITEMS_PER_SM * num_sms
+    return plan if few else build_plan(*arguments, **options)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_plan_equals_the_oracle(path: int, head_dim: int) -> None:
     tile = tile_sizes(path, head_dim)
@@ -46,10 +64,10 @@ def test_plan_equals_the_oracle(path: int, head_dim: int) -> None:
     rng = np.random.default_rng(head_dim)
     for index in range(100):
         case = random_case(rng)
-        del case["tile"], case["num_splits"]
+        del case["tile"], case["num_splits"], case["few_items"]
         context_rows = int(rng.choice([0, 0, 1, 66 * tile.bwd_block_n]))
         splits = choose_splits(context_rows, case["total_q"], 1, num_sms, tile, path)
-        want = build_plan(**case, tile=tile, num_splits=splits)
+        want = expected_plan(path, **case, tile=tile, num_splits=splits)
         arguments = [case.pop(name) for name in ("segments", "total_q", "total_k", "total_context")]
         got = plan_on_gpu(*arguments, **case, head_dim=head_dim, context_rows=context_rows)
         for name, a, b in zip(NAMES, got, want.tensors(), strict=True):
@@ -75,7 +93,7 @@ def test_plans_of_unusual_sizes(path: int, name: str) -> None:
     tile = tile_sizes(path, 64)
     got = plan_on_gpu(segments, total_q, total_k, None)
     for table, a, b in zip(
-        NAMES, got, build_plan(segments, total_q, total_k, tile=tile).tensors(), strict=True
+        NAMES, got, expected_plan(path, segments, total_q, total_k, tile=tile).tensors(), strict=True
     ):
         assert torch.equal(a, b), table
 

@@ -55,6 +55,10 @@ __global__ void __launch_bounds__(kThreads) bwd_preprocess_kernel(__grid_constan
         p.lse_log2[head * p.rows_padded + row] = sees_keys ? lse * 1.4426950408889634f : INFINITY;
         p.dout_dot_out[head * p.rows_padded + row] = sees_keys ? sum - dlse : 0.f;
     }
+    if (p.split_counts) {
+        int64_t const threads = int64_t(gridDim.x) * gridDim.y * kThreads, counts = 2ll * p.fwd.total_context * p.fwd.num_heads_k;
+        for (int64_t i = (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * kThreads + threadIdx.x; i < counts; i += threads) p.split_counts[i] = 0;
+    }
     if (p.dq_accum) {
         float* accum = p.dq_accum + (chunk_head * p.rows_padded + row) * accum_head_dim;
         for (int c = lane * 4; c < accum_head_dim; c += kLanes * 4) *reinterpret_cast<float4*>(accum + c) = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -272,7 +272,8 @@ struct KeyTile {
     int slot, split;
     Interval keys;
     // Keys whose rows are the item's cost. Of a context tile and its neighbour, those of both: they are cut alike and stay together.
-    // Of a decoded tile, those of its run's first tile: tiles of a run stay together, longest first, and share their rows in L2.
+    // Of a decoded tile, those of its run's first tile: tiles of a run stay together, longest first, and share their rows in L2. Of
+    // few items, its own: short ones fill up the end of the launch.
     Interval pair;
 };
 
@@ -282,7 +283,7 @@ FLASH_ATTN_HOST_DEVICE KeyTile key_item_tile(PlanParams const& p, int i) {
     t.slot = find_run(p.key_runs + 2 * slots, slots, i);
     int tile = i - p.key_runs[2 * slots + t.slot];
     int const run_begin = p.key_runs[t.slot], run_end = p.key_runs[slots + t.slot];
-    int first = 0, width = 1;  // tiles of the pair
+    int first = p.few_items ? tile : 0, width = 1;  // tiles of the pair
     t.split = -1;
     if (is_context_slot(p, t.slot)) {
         int const tiles = (run_end - run_begin - 1) / p.bwd_block_n + 1;

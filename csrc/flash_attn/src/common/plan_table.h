@@ -37,6 +37,7 @@ struct PlanParams {
     int* num_items;     // [2]: query items, key items
     QueryItem* unsorted_query_items;
     KeyItem* unsorted_key_items;
+    bool few_items;  // see few_key_items: decoded tiles are sorted one by one, not run by run
     bool separate;  // no item has rows (keys) of two segments, and items name theirs (Extras)
 };
 
