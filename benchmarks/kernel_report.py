@@ -329,8 +329,9 @@ def draw(rows: Rows, path: Path) -> None:
     bars = {head: names for head, names in BARS.items() if known.intersection(names)}
     bars = bars or {name: (name,) for name in sorted(known)}
     widths = [len(part) for part in parts]
+    inches = 2 + (1.05 if sum(widths) < 16 else 0.68) * sum(widths)
     figure, axes = plt.subplots(
-        2, len(parts), figsize=(max(6.0, 2 + 1.05 * sum(widths)), 6), sharex="col", sharey="row",
+        2, len(parts), figsize=(max(6.0, inches), 6), sharex="col", sharey="row",
         squeeze=False, layout="constrained", gridspec_kw={"width_ratios": widths},
     )  # fmt: skip
     width = 0.86 / max(len(bars), 1)
