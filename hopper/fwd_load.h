@@ -19,6 +19,7 @@ struct ItemRows {
     int row_begin, num_rows;  // num_rows 0: no more items
     int head, head_k;
     int num_tiles;
+    bool skip_first, skip_last;  // of the tiles: no row of the warpgroup sees it
 };
 
 struct FwdMaps {
@@ -38,23 +39,26 @@ struct DqArgs : FwdArgs {
 
 template <class T>
 struct FwdStorage {
-    alignas(1024) typename T::Element q[T::kQStages][T::TileQ::kElements];
-    alignas(1024) typename T::Element dout[T::kQStages][T::kDqPass ? T::TileQ::kElements : 64];
+    alignas(1024) typename T::Element q[T::kQStages][T::kQParts][T::PartQ::kElements];
+    alignas(1024) typename T::Element dout[T::kQStages][T::kQParts][T::kDqPass ? T::PartQ::kElements : 64];
     alignas(1024) typename T::Element k[T::kStages][T::TileK::kElements];
     alignas(1024) typename T::Element v[T::kStages][T::TileK::kElements];
-    Barrier q_full[T::kQStages], q_empty[T::kQStages];
+    Barrier q_full[T::kQStages][T::kQParts], q_empty[T::kQStages][T::kQParts];
     Barrier k_full[T::kStages], k_empty[T::kStages], v_full[T::kStages], v_empty[T::kStages];
     Barrier tail;
     StageKeys stage_keys[T::kStages];
     Barrier item_full[T::kQStages];  // the item's rows and walk
-    ItemRows item_rows[T::kQStages];
+    ItemRows item_rows[T::kQStages][T::kQParts];
     KeyWalk walks[T::kQStages];
     uint32_t scratch;
 
     __device__ void init() {
         for (int i = 0; i < T::kQStages; ++i) {
-            q_full[i].init(1);
-            q_empty[i].init(4 * T::kConsumers + 1);  // every warp of the consumers, and that of K and V, has read the item
+            for (int part = 0; part < T::kQParts; ++part) {
+                q_full[i][part].init(1);
+                // Every warp of its consumers has read the item, and that of K and V: with the first part the next one is published.
+                q_empty[i][part].init(4 * T::kConsumers / T::kQParts + (part == 0 ? 1 : 0));
+            }
             item_full[i].init(1);
         }
         for (int i = 0; i < T::kStages; ++i) {
@@ -122,6 +126,51 @@ __device__ __forceinline__ void load_keys(void* dst, CUtensorMap const& map, Key
     }
 }
 
+// Whether rows [64 i, 64 i + 64) of the item see nothing of a tile, where the plan's blocks are those rows.
+template <class T>
+__device__ __forceinline__ bool is_unseen(Plan const& plan, int2 rows, int i, KeyTile const& t) {
+    if (rows.x % kBlockRows != 0 || rows.y <= kBlockRows * i) { return false; }
+    KeySpan const* const span = &plan.block_span[rows.x / kBlockRows + i].context + (t.region ? 0 : 1);
+    return __ldg(&span->begin) >= t.key + T::kBlockN || __ldg(&span->end) <= t.key;
+}
+
+// The next item and its Q, a part for each warpgroup (no dO): the walk with the first one.
+template <class T>
+__device__ __forceinline__ void load_rows_by_part(FwdArgs const& args, FwdStorage<T>& s, QueryItem const* item, int2 rows,
+                                                  int head, int head_k, Ring<T::kQStages> const& q) {
+    using PartQ = typename T::PartQ;
+    KeyWalk walk{};
+    if (rows.y > 0) { walk.template init<T::kBlockN>(*item); }
+    int const num_tiles = walk.size();
+    int skips = 0;  // two bits a part: the first, the last tile
+    if (num_tiles > 2) {
+#pragma unroll
+        for (int i = 0; i < 2 * T::kQParts; ++i) {
+            KeyTile const t = KeyTile::at<T::kBlockN>(walk, i % 2 == 0 ? 0 : num_tiles - 1);
+            skips |= int(is_unseen<T>(args.params.plan, rows, i / 2, t)) << i;
+        }
+    }
+#pragma unroll
+    for (int part = 0; part < T::kQParts; ++part) {
+        Barrier& full = s.q_full[q.stage][part];
+        s.q_empty[q.stage][part].wait(q.phase ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            bool const first = skips >> 2 * part & 1, last = skips >> 2 * part & 2;
+            s.item_rows[q.stage][part] = {rows.x, rows.y, head, head_k, num_tiles, first, last};
+            if (part == 0) {
+                s.walks[q.stage] = walk;
+                s.item_full[q.stage].arrive();
+            }
+            if (num_tiles > 0) {
+                full.arrive_and_expect(PartQ::kBytes);
+                load_tile<PartQ>(s.q[q.stage][part], args.maps.q, rows.x + PartQ::kRows * part, head, full, kEvictFirst);
+            } else {
+                full.arrive();
+            }
+        }
+    }
+}
+
 // Items and their Q (and dO).
 template <class T, class Args>
 __device__ __forceinline__ void fwd_load_rows(Args const& args, FwdStorage<T>& s) {
@@ -142,7 +191,7 @@ __device__ __forceinline__ void fwd_load_rows(Args const& args, FwdStorage<T>& s
     constexpr bool kAhead = T::kQStages > 1;  // else the item is read before its stage is free
 #pragma unroll 1
     while (true) {
-        if (kAhead) { s.q_empty[q.stage].wait(q.phase ^ 1); }
+        if (kAhead) { s.q_empty[q.stage][0].wait(q.phase ^ 1); }
         int head = 0;
         QueryItem const* item = nullptr;
         int2 rows = make_int2(0, 0);  // first, number
@@ -153,26 +202,30 @@ __device__ __forceinline__ void fwd_load_rows(Args const& args, FwdStorage<T>& s
             item = p.plan.query_items + item_index;
             rows = __ldg(reinterpret_cast<int2 const*>(item));
         }
-        if (!kAhead) { s.q_empty[q.stage].wait(q.phase ^ 1); }
-        Barrier& full = s.q_full[q.stage];
-        if (lane == 0) {
-            int num_tiles = 0;
-            if (rows.y > 0) {
-                KeyWalk walk;
-                walk.template init<T::kBlockN>(*item);
-                s.walks[q.stage] = walk;
-                num_tiles = walk.size();
-            }
-            s.item_rows[q.stage] = {rows.x, rows.y, head, head / group, num_tiles};
-            s.item_full[q.stage].arrive();
-            if (num_tiles > 0) {
-                full.arrive_and_expect(T::TileQ::kBytes * (T::kDqPass ? 2 : 1));
-                load_tile<typename T::TileQ>(s.q[q.stage], args.maps.q, rows.x, head, full, kEvictFirst);
-                if constexpr (T::kDqPass) {
-                    load_tile<typename T::TileQ>(s.dout[q.stage], args.dout, rows.x, head, full, kEvictFirst);
+        if constexpr (T::kQParts > 1) {
+            load_rows_by_part<T>(args, s, item, rows, head, head / group, q);
+        } else {
+            if (!kAhead) { s.q_empty[q.stage][0].wait(q.phase ^ 1); }
+            Barrier& full = s.q_full[q.stage][0];
+            if (lane == 0) {
+                int num_tiles = 0;
+                if (rows.y > 0) {
+                    KeyWalk walk;
+                    walk.template init<T::kBlockN>(*item);
+                    s.walks[q.stage] = walk;
+                    num_tiles = walk.size();
                 }
-            } else {
-                full.arrive();
+                s.item_rows[q.stage][0] = {rows.x, rows.y, head, head / group, num_tiles, false, false};
+                s.item_full[q.stage].arrive();
+                if (num_tiles > 0) {
+                    full.arrive_and_expect(T::TileQ::kBytes * (T::kDqPass ? 2 : 1));
+                    load_tile<typename T::TileQ>(s.q[q.stage][0], args.maps.q, rows.x, head, full, kEvictFirst);
+                    if constexpr (T::kDqPass) {
+                        load_tile<typename T::TileQ>(s.dout[q.stage][0], args.dout, rows.x, head, full, kEvictFirst);
+                    }
+                } else {
+                    full.arrive();
+                }
             }
         }
         if (rows.y == 0) { break; }
@@ -189,7 +242,7 @@ __device__ __forceinline__ void fwd_load_keys(Args const& args, FwdStorage<T>& s
 #pragma unroll 1
     while (true) {
         s.item_full[q.stage].wait(q.phase);
-        ItemRows const& item = s.item_rows[q.stage];  // read again for each tile: registers are scarce
+        ItemRows const& item = s.item_rows[q.stage][0];  // read again for each tile: registers are scarce
         KeyWalk const& walk = s.walks[q.stage];
         if (item.num_rows == 0) { break; }
 
@@ -215,7 +268,7 @@ __device__ __forceinline__ void fwd_load_keys(Args const& args, FwdStorage<T>& s
             }
         }
         __syncwarp();
-        if (lane == 0) { s.q_empty[q.stage].arrive(); }
+        if (lane == 0) { s.q_empty[q.stage][0].arrive(); }
         q.advance();
     }
 }

@@ -11,7 +11,7 @@
 
 namespace flash_attn::sm90 {
 
-constexpr int kBatonBarrier = 1;  // + warpgroup
+constexpr int kBatonBarrier = 1, kSkipBarrier = 4;  // + warpgroup
 
 // to = from, when the products that read `to` are done. `always` is true, but not to the compiler's knowledge: without a use
 // of `to` it would compute `from` in the same registers, under those products.
@@ -110,7 +110,7 @@ __device__ __forceinline__ void mask_keys(float (&s)[N], RowSpan const* row_span
 template <class T>
 __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
     using Element = typename T::Element;
-    using TileQ = typename T::TileQ;
+    using TileQ = typename T::PartQ;
     using TileK = typename T::TileK;
     constexpr int kN = T::kBlockN, kD = T::kHeadDim;
     FwdParams const& p = args.params;
@@ -121,6 +121,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
     float const scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
     float const tanh_scale = T::kSoftcap ? p.softmax_scale / p.softcap : 0.f;
 
+    int const part = T::part(warpgroup);
     Ring<T::kQStages> q;
     Ring<T::kStages> k, v;
     if (warpgroup == T::kConsumers - 1) { named_arrive(kBatonBarrier, 128 * 2); }
@@ -130,16 +131,20 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
 
 #pragma unroll 1
     while (true) {
-        s.q_full[q.stage].wait(q.phase);
-        ItemRows const item = s.item_rows[q.stage];
+        s.q_full[q.stage][part].wait(q.phase);
+        ItemRows const item = s.item_rows[q.stage][part];
         if (item.num_rows == 0) { break; }
         uint32_t const desc_q =
-            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
+            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage][part]) +
+                                                 T::rows_ahead(warpgroup) * TileQ::kRowBytes);
 
         float o[kD / 2];
 #pragma unroll
         for (float& x : o) { x = 0.f; }
         OnlineSoftmax softmax;
+        auto const release_rows = [&] {
+            if (lane == 0) { s.q_empty[q.stage][part].arrive(); }
+        };
 
         if (item.num_tiles > 0) {
             float scores[kN / 2], alpha[2];
@@ -189,12 +194,40 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                 rescale = softmax.template step<Element>(scores, scale_log2, p_tile, alpha);
             };
 
+            // A tile without visible keys, in its turn: stages are free when both warpgroups say so.
+            // Nobody waits for ever: with turn i of a warpgroup its baton for tile i, skipped or not, K(i) is filled when both have
+            // had turn i - 2, V(i) when both have had turn i - 1, and turn i waits for the turns before it, K(i) and V(i - 1). The
+            // next item begins when all K and V of this one are under way and the first warpgroup has its last scores.
+            // Nobody is overtaken: one thread releases a stage for its warpgroup. If a warp were still to wait for that stage, the
+            // producer could fill it again meanwhile, and the warp would wait for the filling after that one, which needs the warp
+            // itself. So between wait and release lies what takes all four warps: products; for skipped keys the baton; for skipped
+            // values a barrier.
+            auto const skip_keys = [&] {
+                wait_keys();
+                take_baton();
+                pass_baton();
+                if (signals) { s.k_empty[k.stage].arrive(); }
+                k.advance();
+            };
+            auto const skip_values = [&] {
+                wait_values();
+                named_sync(kSkipBarrier + warpgroup, 128);
+                if (signals) { s.v_empty[v.stage].arrive(); }
+                v.advance();
+            };
+            int num_tiles = item.num_tiles;
+            if constexpr (T::kSkips) {
+                num_tiles -= item.skip_first + item.skip_last;
+                if (item.skip_first) { skip_keys(); }
+            }
             wait_keys();
             take_baton();
             issue_scores();
             pass_baton();
             wgmma_wait<0>();
             take_scores(probs);
+            if (T::kQParts > 1 && num_tiles == 1) { release_rows(); }
+            if (T::kSkips && item.skip_first) { skip_values(); }
 
             if constexpr (T::kConsumers == 3) {
 #pragma unroll 1
@@ -214,7 +247,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
             } else {
                 uint32_t next[kN / 4];
 #pragma unroll 1
-                for (int i = 1; i < item.num_tiles; ++i) {
+                for (int i = 1; i < num_tiles; ++i) {
                     wait_keys();
                     take_baton();
                     issue_scores();
@@ -222,6 +255,7 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                     issue_output();
                     pass_baton();
                     wgmma_wait<1>();
+                    if (T::kQParts > 1 && i + 1 == num_tiles) { release_rows(); }
                     take_scores(next);
                     wgmma_wait<0>();
                     release_values();
@@ -230,14 +264,18 @@ __device__ __forceinline__ void fwd_mma(FwdArgs const& args, FwdStorage<T>& s) {
                 }
             }
 
-            if (lane == 0) { s.q_empty[q.stage].arrive(); }
+            if (T::kQParts == 1) { release_rows(); }
             wait_values();
             issue_output();
             wgmma_wait<0>();
             release_values();
+            if (T::kSkips && item.skip_last) {
+                skip_keys();
+                skip_values();
+            }
         } else {
             __syncwarp();
-            if (lane == 0) { s.q_empty[q.stage].arrive(); }
+            release_rows();
         }
         q.advance();
 

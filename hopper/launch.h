@@ -145,7 +145,7 @@ inline cudaError_t num_multiprocessors(int& count) {
 template <class T, class Args>
 cudaError_t launch_over_queries(Args& args, int first_head, int num_heads, cudaStream_t stream) {
     FwdParams const& p = args.params;
-    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::TileQ>(args.maps.q, p.q, p.total_q, p.num_heads,
+    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::PartQ>(args.maps.q, p.q, p.total_q, p.num_heads,
                                                                      p.head_dim, p.q_row_stride, p.q_head_stride)));
     FLASH_ATTN_TRY((make_key_maps<typename T::Element, typename T::TileK>(p, args.maps.k, args.maps.v)));
     int64_t const keys = int64_t(p.total_k) + (p.k_context == p.k ? 0 : p.total_context);
@@ -176,7 +176,7 @@ cudaError_t launch_dq(BwdParams const& p, cudaStream_t stream) {
     DqArgs args;
     args.params = f;
     args.bwd = p;
-    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::TileQ>(
+    FLASH_ATTN_TRY((make_map<typename T::Element, typename T::PartQ>(
         args.dout, p.dout, f.total_q, f.num_heads, f.head_dim, p.dout_row_stride, p.dout_head_stride)));
     int const group = f.num_heads / f.num_heads_k;
     return launch_over_queries<T>(args, p.head_k_begin * group, (p.head_k_end - p.head_k_begin) * group, stream);

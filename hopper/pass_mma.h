@@ -10,7 +10,7 @@ namespace flash_attn::sm90 {
 template <class T>
 __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
     using Element = typename T::Element;
-    using TileQ = typename T::TileQ;
+    using TileQ = typename T::PartQ;
     using TileK = typename T::TileK;
     constexpr int kN = T::kBlockN, kD = T::kHeadDim;
     FwdParams const& p = args.params;
@@ -29,13 +29,13 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
 
 #pragma unroll 1
     while (true) {
-        s.q_full[q.stage].wait(q.phase);
-        ItemRows const item = s.item_rows[q.stage];
+        s.q_full[q.stage][0].wait(q.phase);
+        ItemRows const item = s.item_rows[q.stage][0];
         if (item.num_rows == 0) { break; }
         uint32_t const desc_q =
-            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
+            TileQ::template descriptor<Major::K>(smem_address(s.q[q.stage][0]) + 64 * TileQ::kRowBytes * warpgroup);
         uint32_t const desc_dout =
-            TileQ::template descriptor<Major::K>(smem_address(s.dout[q.stage]) + 64 * TileQ::kRowBytes * warpgroup);
+            TileQ::template descriptor<Major::K>(smem_address(s.dout[q.stage][0]) + 64 * TileQ::kRowBytes * warpgroup);
         float lse[2], delta[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void dq_mma(DqArgs const& args, FwdStorage<T>& s) {
         pin(dq);
         if (signals && item.num_tiles > 0) { s.k_empty[ring.before()].arrive(); }
         __syncwarp();
-        if (lane == 0) { s.q_empty[q.stage].arrive(); }
+        if (lane == 0) { s.q_empty[q.stage][0].arrive(); }
         q.advance();
 
         Element* const out = static_cast<Element*>(b.dq) + (item.row_begin + 64 * warpgroup) * b.dq_row_stride +

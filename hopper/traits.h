@@ -179,6 +179,13 @@ struct FwdTraits {
     // Of K and V. The dQ pass has a third one where it fits: K of a tile is read until dQ is done, under the next tile's scores.
     static constexpr int kStages = kDqPass && TileQ::kBytes * 2 + TileK::kBytes * 2 * 3 <= 224 * 1024 ? 3 : 2;
     static constexpr int kQStages = TileQ::kBytes * 2 + TileK::kBytes * 2 * kStages <= 220 * 1024 && !kDqPass ? 2 : 1;
+    // Of a single buffer, the forward loads the rows of each warpgroup when it has done with the last ones, not when all have.
+    static constexpr int kQParts = kQStages == 1 && !kDqPass ? kConsumers : 1;
+    using PartQ = SmemTile<kBlockM / kQParts, kHeadDim>;
+    // A warpgroup leaves out the item's first or last keys where only rows of the other one see them.
+    static constexpr bool kSkips = kQParts > 1;
+    static __device__ __forceinline__ int part(int warpgroup) { return kQParts == 1 ? 0 : warpgroup; }
+    static __device__ __forceinline__ int rows_ahead(int warpgroup) { return kQParts == 1 ? 64 * warpgroup : 0; }
 };
 
 }  // namespace flash_attn::sm90
