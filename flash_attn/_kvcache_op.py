@@ -50,8 +50,11 @@ def _step(x: Tensor) -> int | None:
         return 0
     if blocks <= 1 or length == 0:
         return length
-    step, rest = divmod(x.stride(0), x.stride(1)) if x.stride(1) else (0, 1)
-    return None if rest or step < length else step
+    row = x.stride(1)
+    if row == 0 or x.stride(0) % row:  # no divmod: torch.compile does not know it of symbolic numbers
+        return None
+    step = x.stride(0) // row
+    return None if step < length else step
 
 
 def readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

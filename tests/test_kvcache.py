@@ -305,9 +305,10 @@ def test_a_batch_without_sequences() -> None:
     assert torch.equal(x["k_cache"], before)
 
 
-def test_compiled_in_one_graph() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_one_graph(dynamic: bool) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager")
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager", dynamic=dynamic)
     lengths = torch.tensor([9, 0, 20], dtype=torch.int32)
     x, y = tensors(1, 2), tensors(1, 2)
     out = compiled(**x, cache_seqlens=lengths, causal=True)
