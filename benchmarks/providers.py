@@ -120,23 +120,13 @@ def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
 
     plan = with_arch(make_plan)()
     q, k, v = problem.q, problem.k, problem.v
-    batch = (
-        layout.segments,
-        None,
-        plan,
-        case.total,
-        case.total,
-        problem.scale,
-        True,
-        case.window_left,
-        -1,
-        0.0,
-        deterministic,
-    )
+    batch = (layout.segments, plan, problem.scale, 0.0)
     forward = with_arch(lambda: ops.fwd(q, k, v, None, None, *batch)[0])
     os.environ["FLASH_ATTN_FORCE_ARCH"] = force_arch
     out, lse = ops.fwd(q, k, v, None, None, *batch)
-    backward = with_arch(lambda: ops.bwd(problem.dout, None, q, k, v, None, None, out, lse, *batch)[:3])
+    backward = with_arch(
+        lambda: ops.bwd(problem.dout, None, q, k, v, None, None, out, lse, *batch, deterministic)[:3]
+    )
     forward.plan = with_arch(make_plan)  # type: ignore[attr-defined]
     return forward, backward  # type: ignore[return-value]
 
@@ -166,10 +156,10 @@ def ours_replicated(problem: Problem) -> Pair:
         problem.replicate(x).flatten(0, 1) for x in (problem.q, problem.k, problem.v, problem.dout)
     )
     os.environ["FLASH_ATTN_FORCE_ARCH"] = ""
-    segments, total, length = dense_segments(n, p + r, p + r, q.device), q.shape[0], p + r
+    segments, total = dense_segments(n, p + r, p + r, q.device), q.shape[0]
     sizes = dict(num_heads_k=k.shape[1], head_dim=q.shape[2], dtype=q.dtype)
     plan = plan_tables(segments, total, total, None, 0, causal=True, window_size=(-1, -1), **sizes)
-    batch = (segments, None, plan, length, length, problem.scale, True, -1, -1, 0.0, False)
+    batch = (segments, plan, problem.scale, 0.0)
     ops = torch.ops.flash_attn_cuda
     out, lse = ops.fwd(q, k, v, None, None, *batch)
 
@@ -177,7 +167,7 @@ def ours_replicated(problem: Problem) -> Pair:
         return ops.fwd(q, k, v, None, None, *batch)[0]
 
     def backward() -> tuple[Tensor, ...]:
-        return ops.bwd(dout, None, q, k, v, None, None, out, lse, *batch)[:3]
+        return ops.bwd(dout, None, q, k, v, None, None, out, lse, *batch, False)[:3]
 
     return forward, backward  # type: ignore[return-value]
 

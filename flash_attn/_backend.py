@@ -20,6 +20,13 @@ import torch
 logger = logging.getLogger("flash_attn")
 
 _CHOICES = ("", "cuda", "composed")
+# Looked at in every call: os.environ raises and catches an exception for a variable that is not set, 0.7 us.
+_variables = getattr(os.environb, "_data", os.environb)
+
+
+def _variable(name: bytes) -> str:
+    """An environment variable as it is now, "" where it is not set."""
+    return _variables.get(name, b"").decode()
 
 
 @functools.lru_cache(maxsize=1)
@@ -99,7 +106,7 @@ def backend(
     if device is None:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(device)
-    choice = os.environ.get("FLASH_ATTN_BACKEND", "")
+    choice = _variable(b"FLASH_ATTN_BACKEND")
     if choice not in _CHOICES:
         raise ValueError(f"FLASH_ATTN_BACKEND must be 'cuda' or 'composed', got {choice!r}")
     if device.type == "cpu":
@@ -109,11 +116,22 @@ def backend(
     if device.index is None and not torch.cuda.is_available():  # tensors' devices have an index
         raise RuntimeError(f"no CUDA device is there: {why_unavailable()}")
     index = torch.cuda.current_device() if device.index is None else device.index
-    force_arch = os.environ.get("FLASH_ATTN_FORCE_ARCH", "")
+    force_arch = _variable(b"FLASH_ATTN_FORCE_ARCH")
     chosen = _gpu_backend(index, choice, force_arch)
     if head_dim is None or chosen == "composed":
         return chosen
     return _kernels_backend(index, chosen, force_arch, head_dim, dtype)
+
+
+def stream_of(device: torch.device) -> int:
+    """The address of torch's current stream on a tensor's GPU, without torch.cuda's objects around it; 0 on
+    the CPU."""
+    return 0 if device.index is None else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there."""
+    return device.index is not None and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

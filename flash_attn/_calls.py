@@ -11,16 +11,21 @@ from collections import OrderedDict
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn import _alibi_dropout, _eager, _extras, _ops, _places, checks
+from flash_attn._backend import backend, is_capturing, stream_of
+from flash_attn._by_tensor import ByTensor
+from flash_attn._checked import Call, checked, op_head_dims, scale_of
 from flash_attn._extras import Extras
+from flash_attn._ops import Batch
 
 Output = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast attention runs in autocast's dtype, as F.scaled_dot_product_attention does."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors  # refused by the checks
     device = tensors[0].device.type
@@ -28,24 +33,6 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-def kernel_head_dim(head_dim: int) -> int:
-    """The head dim that the GPU's kernels see: the next multiple of 8."""
-    return (head_dim + 7) // 8 * 8
-
-
-def op_head_dims(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Head dims of q and k, and of v, as the op takes them: the GPU's kernels want one for all."""
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    return (kernel_head_dim(head_dim),) * 2 if q.device.type == "cuda" else (head_dim, head_dim_v)
-
-
-def scale_of(softmax_scale: float | None, q: Tensor) -> float:
-    """`softmax_scale`, checked; by default q's head_dim**-0.5."""
-    if softmax_scale is None:
-        return q.shape[-1] ** -0.5
-    return checks.softmax_scale(softmax_scale, q.device.type, q.dtype)
 
 
 def unit_stride_rows(x: Tensor, head_dim: int) -> Tensor:
@@ -75,25 +62,39 @@ def attention(
     extras: Extras | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Into the op with packed tensors, (total, heads, head_dim); out (total_q, H, Dv), lse (H, total_q)."""
-    head_dim_v, scale = v.shape[-1], scale_of(softmax_scale, q)
-    causal, deterministic = checks.flag("causal", causal), checks.flag("deterministic", deterministic)
-    checks.no_forward_mode(q, k, v, k_context, v_context, sinks)
-    padded, padded_v = op_head_dims(q, v)
-    q, k, v = unit_stride_rows(q, padded), unit_stride_rows(k, padded), unit_stride_rows(v, padded_v)
-    if k_context is not None and v_context is not None:
-        k_context, v_context = unit_stride_rows(k_context, padded), unit_stride_rows(v_context, padded_v)
-    window = (int(window_size[0]), int(window_size[1]))
+    direct = _eager.is_direct(q, k, v, k_context, v_context, segments, segments_host)
+    call = Call(direct, q, v, softmax_scale, causal, window_size, softcap, deterministic)
+    batch = Batch(segments, segments_host, plan, max_seqlen_q, max_seqlen_k, *call.options)
+    return attend(call, q, k, v, k_context, v_context, batch, sinks, extras)
+
+
+def attend(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None, v_context: Tensor | None,
+    batch: Batch, sinks: Tensor | None = None, extras: Extras | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` of a checked call. Without a context the rows of q, k, v and so of out may stand in two
+    dimensions, (batch, seqlen)."""
+    if not call.direct:
+        checks.no_forward_mode(q, k, v, k_context, v_context, sinks)
+    elif extras is None:
+        batch = _ops.planned(batch, q, k, k_context)
+    head_dim_v = v.shape[-1]
+    if call.padded or not batch.plan:  # the library, whose plan it is, takes any stride
+        q, k = unit_stride_rows(q, call.head_dim), unit_stride_rows(k, call.head_dim)
+        v = unit_stride_rows(v, call.head_dim_v)
+        if k_context is not None and v_context is not None:
+            k_context = unit_stride_rows(k_context, call.head_dim)
+            v_context = unit_stride_rows(v_context, call.head_dim_v)
     if extras is not None:
         out, lse = torch.ops.flash_attn.fwd_extras(
-            q, k, v, segments, max_seqlen_q, max_seqlen_k, scale, causal, *window, float(softcap),
-            deterministic, *extras,
-        )  # fmt: skip
+            *(x.flatten(0, -3) for x in (q, k, v)), batch.segments, *batch[3:], *extras
+        )
+        out = out.unflatten(0, q.shape[:-2])
+    elif call.direct:
+        out, lse = _eager.forward(q, k, v, k_context, v_context, batch)
     else:
-        out, lse = _eager.forward(
-            q, k, v, k_context, v_context, segments, segments_host, plan, max_seqlen_q, max_seqlen_k,
-            scale, causal, *window, float(softcap), deterministic,
-        )  # fmt: skip
-    if padded_v != head_dim_v:
+        out, lse = _ops.forward_op(q, k, v, k_context, v_context, batch)
+    if call.head_dim_v != head_dim_v:
         out = out[..., :head_dim_v]
     if sinks is not None:
         out = apply_sinks(out, lse.t(), sinks)
@@ -206,8 +207,8 @@ def dense_segments(batch: int, seqlen_q: int, seqlen_k: int, device: torch.devic
 
 # (batch, seqlen_q, seqlen_k, device, stream) -> one table, and so one plan, for all calls of a shape on a
 # stream: equal batches cost no launches. The least lately used goes first.
-_tables: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
-_in_graphs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}  # kept: nobody says when a graph ends
+_tables: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor | None]] = OrderedDict()
+_in_graphs: dict[tuple[object, ...], tuple[Tensor, Tensor | None]] = {}  # kept: nobody says when a graph ends
 _tables_lock = threading.Lock()
 _MAX_TABLES = 64
 
@@ -215,23 +216,26 @@ _MAX_TABLES = 64
 def segments_of_dense(batch: int, seqlen_q: int, seqlen_k: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
     """The segments, int32 (batch, 6), of q (batch, seqlen_q, H, D) on its device; on the CPU too where q is
     on a GPU. A graph that is captured keeps what it reads of the remembered ones, once for each shape."""
-    sizes = (batch, seqlen_q, seqlen_k)
-    if q.device.type != "cuda":
-        return dense_segments(*sizes, q.device), None
-    if torch.compiler.is_compiling() or type(q) is not Tensor:
-        return dense_segments(*sizes, q.device), dense_segments(*sizes, torch.device("cpu"))
-    key = (*sizes, q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    sizes, device = (batch, seqlen_q, seqlen_k), q.device
+
+    def make() -> tuple[Tensor, Tensor | None]:
+        on_cpu = dense_segments(*sizes, torch.device("cpu")) if device.type == "cuda" else None
+        return dense_segments(*sizes, device), on_cpu
+
+    if not _eager.is_direct(q):
+        return make()
+    key, capturing = (*sizes, device, stream_of(device)), is_capturing(device)
     with _tables_lock:
         known = _tables.get(key) or _in_graphs.get(key)
         if known is not None:
-            if torch.cuda.is_current_stream_capturing():
+            if capturing:
                 _in_graphs[key] = known
             if key in _tables:
                 _tables.move_to_end(key)
             return known
     with torch.inference_mode(False):  # a call with gradients may be next
-        tables = dense_segments(*sizes, q.device), dense_segments(*sizes, torch.device("cpu"))
-    if torch.cuda.is_current_stream_capturing():  # not there yet, and made anew by each replay
+        tables = make()
+    if capturing:  # not there yet, and made anew by each replay
         return tables
     _ops.never_changes(tables[0])
     with _tables_lock:
@@ -239,6 +243,32 @@ def segments_of_dense(batch: int, seqlen_q: int, seqlen_k: int, q: Tensor) -> tu
         if len(_tables) > _MAX_TABLES:
             _tables.popitem(last=False)
     return tables
+
+
+# (call, stream, backend) -> the batch of the last such call
+_batches: dict[tuple[object, ...], Batch] = {}
+
+
+def batch_of_dense(call: Call, q: Tensor, k: Tensor) -> Batch:
+    """What the op is told about a dense call: of a kind that was seen before one look-up, with the plan."""
+    if not call.direct:
+        return _new_batch(call, q, k)
+    device = q.device
+    if is_capturing(device):  # a graph keeps what it reads
+        return _new_batch(call, q, k)
+    key = (call, stream_of(device), backend(device))
+    known = _batches.get(key)
+    if known is None:
+        known = _ops.planned(_new_batch(call, q, k), q, k, None)
+        if len(_batches) >= _MAX_TABLES:
+            _batches.clear()
+        _batches[key] = known
+    return known
+
+
+def _new_batch(call: Call, q: Tensor, k: Tensor) -> Batch:
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    return Batch(*segments_of_dense(batch, seqlen_q, seqlen_k, q), [], seqlen_q, seqlen_k, *call.options)
 
 
 def dense(
@@ -249,30 +279,21 @@ def dense(
 ) -> Output:  # fmt: skip
     """`casts`: whether in autocast's dtype, where that is on."""
     q, k, v = autocast(q, k, v) if casts else (q, k, v)
-    checks.qkv(q, k, v, 4)
-    checks.options(dropout_p, softcap, window_size, q.dtype)
-    batch, seqlen_q = q.shape[:2]
-    seqlen_k = k.shape[1]
-    extras = extras_of(q, batch, dropout_p, alibi_slopes, softcap, rng_state)
-
-    segments, host = segments_of_dense(batch, seqlen_q, seqlen_k, q)
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    out, lse = attention(
-        q, k, v, None, None, segments, host, [],
-        seqlen_q, seqlen_k, softmax_scale, causal, window_size, softcap, None, deterministic, extras,
-    )  # fmt: skip
+    call = checked(q, k, v, 4, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    extras = extras_of(q, q.shape[0], dropout_p, alibi_slopes, softcap, rng_state)
+    batch = batch_of_dense(call, q, k) if extras is None else _new_batch(call, q, k)
+    out, lse = attend(call, q, k, v, None, None, batch, None, extras)
     if not return_attn_probs:
-        return out.unflatten(0, (batch, seqlen_q))
+        return out
     out, lse, mask = with_probabilities(
-        out, lse, q, k, segments, seqlen_q, seqlen_k, softmax_scale, causal, window_size, extras,
-        probabilities,
+        out, lse, q.flatten(0, 1), k.flatten(0, 1), batch.segments, batch.max_seqlen_q, batch.max_seqlen_k,
+        softmax_scale, causal, window_size, extras, probabilities,
     )  # fmt: skip
-    lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
-    return out.unflatten(0, (batch, seqlen_q)), lse, mask
+    return out, lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous(), mask
 
 
 # cu_seqlens_q -> what its segments were made of, and they
-_segments: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_segments: ByTensor[tuple[object, weakref.ref[Tensor], Tensor]] = ByTensor()
 
 
 def _packed_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: int) -> Tensor:
@@ -290,24 +311,21 @@ def varlen_segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, context_seqlen: 
     kernels.
     """
     # A captured graph must rebuild them at each replay; inference tensors have no version to tell a change.
-    capturing = cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()
+    capturing = is_capturing(cu_seqlens_q.device)
     plain = type(cu_seqlens_q) is Tensor and type(cu_seqlens_k) is Tensor
     if torch.compiler.is_compiling() or capturing or not plain:
         return _packed_segments(cu_seqlens_q, cu_seqlens_k, context_seqlen)
     if cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference():
         return _packed_segments(cu_seqlens_q, cu_seqlens_k, context_seqlen)
-    state: list[object] = [
-        x.tolist() if x.device.type == "cpu" else x._version for x in (cu_seqlens_q, cu_seqlens_k)
-    ]
-    on_gpu = cu_seqlens_q.is_cuda  # another stream might read what this one has not written yet
-    stream = torch.cuda.current_stream(cu_seqlens_q.device).cuda_stream if on_gpu else 0
-    key = (id(cu_seqlens_k), state, context_seqlen, stream)
+    state: list[object] = [x.tolist() if x.is_cpu else x._version for x in (cu_seqlens_q, cu_seqlens_k)]
+    # The stream: another might read what this one has not written yet.
+    key = (id(cu_seqlens_k), state, context_seqlen, stream_of(cu_seqlens_q.device))
     known = _segments.get(cu_seqlens_q)
     if known is not None and known[0] == key and known[1]() is cu_seqlens_k:
         return known[2]
     with torch.inference_mode(False):  # a call with gradients may be next
         segments = _packed_segments(cu_seqlens_q, cu_seqlens_k, context_seqlen)
-    _segments[cu_seqlens_q] = (key, weakref.ref(cu_seqlens_k), segments)
+    _segments.set(cu_seqlens_q, (key, weakref.ref(cu_seqlens_k), segments))
     return segments
 
 
@@ -329,8 +347,12 @@ def varlen(
     casts: bool = True,
 ) -> Output:  # fmt: skip
     q, k, v = autocast(q, k, v) if casts else (q, k, v)
-    check_packed(q, k, v, block_table)
-    checks.options(dropout_p, softcap, window_size, q.dtype)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    if block_table is None:
+        call = checked(q, k, v, 3, *options)
+    else:
+        check_packed(q, k, v, block_table)
+        checks.options(dropout_p, softcap, window_size, q.dtype)
     max_seqlen_q, max_seqlen_k = checks.length(names[2], max_seqlen_q), checks.length(names[3], max_seqlen_k)
     rows_k = k.shape[0] if block_table is None else 2**31  # the pages' rows are checked one by one
     checks.cu_seqlens_pair(
@@ -339,18 +361,16 @@ def varlen(
         q.device,
     )
     placed, given = None, (q, k, v)
-    if any(x is not None for x in (block_table, leftpad_k, seqused_k)):
+    if block_table is not None or leftpad_k is not None or seqused_k is not None:
         k, v, placed = _places.find(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table, leftpad_k, seqused_k
         )
         q = q.detach()
-        checks.qkv(q, k, v, 3)
+        call = checked(q, k, v, 3, *options)
     extras = extras_of(q, cu_seqlens_q.shape[0] - 1, dropout_p, alibi_slopes, softcap, rng_state)
     segments = varlen_segments(cu_seqlens_q, cu_seqlens_k) if placed is None else placed
-    out, lse = attention(
-        q, k, v, None, None, segments, None, [], max_seqlen_q, max_seqlen_k,
-        softmax_scale, causal, window_size, softcap, None, deterministic, extras,
-    )  # fmt: skip
+    batch = Batch(segments, None, [], max_seqlen_q, max_seqlen_k, *call.options)
+    out, lse = attend(call, q, k, v, None, None, batch, None, extras)
     if placed is not None:
         out, lse = _places.forward_only(out, lse, *given)
     if not return_attn_probs:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _decode, _decode_again, _kvcache_checks, _kvcache_op, checks
-from flash_attn._calls import scale_of
+from flash_attn._checked import scale_of
 
 
 @dataclass(frozen=True)

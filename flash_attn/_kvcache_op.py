@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn import _ops, _rotary
-from flash_attn._calls import kernel_head_dim, op_head_dims, unit_stride_rows
+from flash_attn._calls import unit_stride_rows
+from flash_attn._checked import kernel_head_dim, op_head_dims
 from flash_attn._kvcache_checks import MAX_SPLITS
 
 MAX_PACKED_ROWS = 64  # query rows of a kv head that go into one tile; longer queries run as a prefill does

@@ -11,13 +11,13 @@ library.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from flash_attn._backend import backend
+from flash_attn._backend import backend, is_capturing, stream_of
+from flash_attn._by_tensor import ByTensor
 
 _BATCH = (
     "Tensor segments, Tensor? segments_host, Tensor[] plan, SymInt max_seqlen_q, SymInt max_seqlen_k, "
@@ -31,6 +31,23 @@ _BWD = (
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_context, Tensor dv_context)"
 )
 _NUM_FWD_ARGS = 16
+
+
+class Batch(NamedTuple):
+    """The arguments of both ops behind the tensors: which rows see which keys, and the options."""
+
+    segments: Tensor
+    segments_host: Tensor | None
+    plan: list[Tensor]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    softcap: float
+    deterministic: bool
+
 
 _library = torch.library.Library("flash_attn", "FRAGMENT")
 try:
@@ -70,46 +87,94 @@ def _bwd_fake(
     return dense(q, q), dense(k, k), dense(v, v), dense(k_context, k), dense(v_context, v)
 
 
-def _fwd_cpu(*args: Any) -> tuple[Tensor, Tensor]:
-    from flash_attn import cpu
-
-    with torch.autocast("cpu", enabled=False):
-        return cpu.forward(*args[:6], *args[10:15])
+# Of the functions below: without a context the rows of q, k, v, out, dout and the gradients may stand in two
+# dimensions, (batch, seqlen). The library takes them as they are, the other implementations as one.
 
 
-def _bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
-    from flash_attn import cpu
-
-    with torch.autocast("cpu", enabled=False):
-        return cpu.backward(*args[:10], *args[14:19])
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 3 else x.flatten(0, 1)
 
 
-def _fwd_cuda(*args: Any) -> tuple[Tensor, Tensor]:
-    if backend(args[0].device) != "composed":
-        return torch.ops.flash_attn_cuda.fwd(*_planned(args, 0))
-    from flash_attn.composed import forward
-
-    with torch.autocast("cuda", enabled=False):
-        return forward(*args)
+def _like(x: Tensor, q: Tensor) -> Tensor:
+    """x with its rows as q has them."""
+    return x if q.dim() == 3 else x.unflatten(0, q.shape[:2])
 
 
-def _bwd_cuda(*args: Any) -> tuple[Tensor, ...]:
-    if backend(args[2].device) != "composed":
-        return torch.ops.flash_attn_cuda.bwd(*_planned(args, 2))
-    from flash_attn.composed import backward
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None, v_context: Tensor | None, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """fwd's implementation: the library where there is a plan, else the one for q's device."""
+    if batch.plan:
+        return torch.ops.flash_attn_cuda.fwd(
+            q, k, v, k_context, v_context, batch.segments, batch.plan, batch.softmax_scale, batch.softcap
+        )
+    from flash_attn import composed, cpu
 
-    with torch.autocast("cuda", enabled=False):
-        return backward(*args)
+    tensors = (_rows(q), _rows(k), _rows(v), k_context, v_context)
+    with torch.autocast(q.device.type, enabled=False):
+        if q.is_cuda:
+            out, lse = composed.forward(*tensors, *batch)
+        else:
+            out, lse = cpu.forward(*tensors, batch.segments, *batch[5:10])
+    if q.dim() == 4:  # no view: nobody may write to a view that a Function returns
+        out = torch.ops.aten._unsafe_view(out, (*q.shape[:-1], out.shape[-1]))
+    return out, lse
 
 
-IMPLEMENTATIONS = {
-    ("fwd", "cpu"): _fwd_cpu,
-    ("bwd", "cpu"): _bwd_cpu,
-    ("fwd", "cuda"): _fwd_cuda,
-    ("bwd", "cuda"): _bwd_cuda,
-}
-for (_name, _device), _implementation in IMPLEMENTATIONS.items():
-    torch.library.impl(f"flash_attn::{_name}", _device, lib=_library)(_implementation)
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None,
+    v_context: Tensor | None, out: Tensor, lse: Tensor, batch: Batch,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """bwd's implementation, as `forward`."""
+    if batch.plan:
+        return torch.ops.flash_attn_cuda.bwd(
+            dout, dlse, q, k, v, k_context, v_context, out, lse, batch.segments, batch.plan,
+            batch.softmax_scale, batch.softcap, batch.deterministic,
+        )  # fmt: skip
+    from flash_attn import composed, cpu
+
+    tensors = (_rows(dout), dlse, _rows(q), _rows(k), _rows(v), k_context, v_context, _rows(out), lse)
+    with torch.autocast(q.device.type, enabled=False):
+        if q.is_cuda:
+            dq, dk, dv, *context = composed.backward(*tensors, *batch)
+        else:
+            dq, dk, dv, *context = cpu.backward(*tensors, batch.segments, *batch[5:10])
+    return _like(dq, q), _like(dk, k), _like(dv, v), *context
+
+
+def forward_op(
+    q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None, v_context: Tensor | None, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """`forward` by torch's dispatch, for whoever watches, traces or rewrites operators."""
+    out, lse = torch.ops.flash_attn.fwd(_rows(q), _rows(k), _rows(v), k_context, v_context, *batch)
+    return _like(out, q), lse
+
+
+def backward_op(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, k_context: Tensor | None,
+    v_context: Tensor | None, out: Tensor, lse: Tensor, batch: Batch,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`backward` by torch's dispatch."""
+    dq, dk, dv, *context = torch.ops.flash_attn.bwd(
+        _rows(dout), dlse, _rows(q), _rows(k), _rows(v), k_context, v_context, _rows(out), lse, *batch
+    )
+    return _like(dq, q), _like(dk, k), _like(dv, v), *context
+
+
+def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, k_context, v_context, *batch = args
+    return forward(q, k, v, k_context, v_context, planned(Batch(*batch), q, k, k_context))
+
+
+def _bwd(*args: Any) -> tuple[Tensor, ...]:
+    dout, dlse, q, k, v, k_context, v_context, out, lse, *batch = args
+    plan = planned(Batch(*batch), q, k, k_context)
+    return backward(dout, dlse, q, k, v, k_context, v_context, out, lse, plan)
+
+
+for _device in ("cpu", "cuda"):
+    torch.library.impl("flash_attn::fwd", _device, lib=_library)(_fwd)
+    torch.library.impl("flash_attn::bwd", _device, lib=_library)(_bwd)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -218,8 +283,25 @@ def plan_for(
     )  # fmt: skip
 
 
-_plans = WeakIdKeyDictionary()  # segments -> (their version, plans built for it)
-_constant = WeakIdKeyDictionary()  # segments that nobody writes to
+class _Plans:
+    """The plans that were built for one table of segments, as long as nobody writes to it."""
+
+    __slots__ = ("constant", "kinds", "version")
+
+    def __init__(self, version: int) -> None:
+        self.version, self.constant = version, False
+        self.kinds: dict[Any, list[Tensor]] = {}
+
+
+_plans: ByTensor[_Plans] = ByTensor()  # by the segments
+
+
+def _plans_of(segments: Tensor) -> _Plans:
+    known = _plans.get(segments)
+    if known is None or known.version != segments._version:
+        known = _Plans(segments._version)
+        _plans.set(segments, known)
+    return known
 
 
 def never_changes(segments: Tensor) -> None:
@@ -228,18 +310,16 @@ def never_changes(segments: Tensor) -> None:
     `segments` int32 (S, 6) on a GPU, and kept alive for the graphs by the caller. A graph that is replayed on
     another stream must come behind its warm-up there (a synchronisation or a wait): it reads what that wrote.
     """
-    _constant[segments] = True
+    _plans_of(segments).constant = True
 
 
-def _planned(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
-    """The op's arguments with a plan where the caller gave none; q, k, v, k_context stand at `first`, `first`
-    + 1, ..."""
-    batch = len(args) - 11
-    if args[batch + 2]:
-        return args
-    q, k, _, k_context = args[first : first + 4]
-    plan = remembered_plan(args[batch], q, k, k_context, args[batch + 6], args[batch + 7 : batch + 9])
-    return (*args[: batch + 2], plan, *args[batch + 3 :])
+def planned(batch: Batch, q: Tensor, k: Tensor, k_context: Tensor | None) -> Batch:
+    """`batch` with a plan, where the library runs and the caller gave none."""
+    if batch.plan:
+        return batch
+    window = batch.window_size_left, batch.window_size_right
+    plan = remembered_plan(batch.segments, q, k, k_context, batch.causal, window)
+    return Batch._make((*batch[:2], plan, *batch[3:]))
 
 
 def remembered_plan(
@@ -251,24 +331,23 @@ def remembered_plan(
     # Backward, recompute and other layers with the same table find the plan again. During graph capture only
     # that of segments which never change, built on this stream before: what is captured has not run yet, and
     # is rebuilt at each replay. Inference tensors have no version to tell a change.
-    plans: dict[Any, list[Tensor]] = {}
-    plain = type(segments) is Tensor and not segments.is_inference()
-    capturing = torch.cuda.is_current_stream_capturing()
-    if capturing and segments in _constant:
-        _, plans = _plans.get(segments, (0, plans))
-    elif plain and not capturing:
-        version, plans = _plans.get(segments, (segments._version, plans))
-        if version != segments._version:
-            plans = {}
-        _plans[segments] = segments._version, plans
-    stream = torch.cuda.current_stream(segments.device).cuda_stream
-    key = (q.shape, k.shape, total_context, q.dtype, causal, window, backend(q.device), stream, separate)
-    if key in plans:
-        return plans[key]
+    kinds: dict[Any, list[Tensor]] = {}
+    capturing = is_capturing(q.device)
+    if type(segments) is Tensor and not segments.is_inference():
+        plans = _plans_of(segments)
+        if plans.constant or not capturing:
+            kinds = plans.kinds
+    key = (
+        q.shape, k.shape, total_context, q.dtype, causal, window, backend(q.device), stream_of(q.device),
+        separate,
+    )  # fmt: skip
+    if key in kinds:
+        return kinds[key]
     plan = plan_tables(
-        segments, q.shape[0], k.shape[0], total_context, total_context or 0, num_heads_k=k.shape[1],
-        head_dim=q.shape[2], dtype=q.dtype, causal=causal, window_size=window, separate=separate,
+        segments, q.shape[:-2].numel(), k.shape[:-2].numel(), total_context, total_context or 0,
+        num_heads_k=k.shape[-2], head_dim=q.shape[-1], dtype=q.dtype, causal=causal, window_size=window,
+        separate=separate,
     )  # fmt: skip
     if not capturing:
-        plans[key] = plan
+        kinds[key] = plan
     return plan

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _decode, _kvcache, _kvcache_checks, _kvcache_op, checks
-from flash_attn._calls import scale_of
+from flash_attn._checked import scale_of
 
 
 def _check_prompts(q: Tensor, k_prompt: Any, v_prompt: Any, k_cache: Tensor, v_cache: Tensor) -> None:

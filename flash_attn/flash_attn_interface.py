@@ -17,14 +17,16 @@ from torch import Tensor
 from flash_attn import _kvcache, _shared_decode, checks
 from flash_attn._calls import (
     Output,
+    attend,
     attention,
     autocast,
     dense,
-    kernel_head_dim,
     unbind,
     varlen,
     varlen_segments,
 )
+from flash_attn._checked import checked, kernel_head_dim
+from flash_attn._ops import Batch
 from flash_attn._upstream import (  # noqa: F401 (imported from here by other libraries)
     _flash_attn_backward,
     _flash_attn_forward,
@@ -391,8 +393,7 @@ def flash_attn_shared_prompt_func(
     if not isinstance(layout, SharedPromptLayout):
         raise TypeError(f"layout must be a SharedPromptLayout, got {type(layout).__name__}")
     q, k, v = autocast(q, k, v)
-    checks.qkv(q, k, v, 3)
-    checks.options(softcap=softcap, window_size=window_size, dtype=q.dtype)
+    call = checked(q, k, v, 3, 0.0, softmax_scale, True, window_size, softcap, deterministic)
     checks.sinks(sinks, q)
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} rows, got {k.shape[0]}")
@@ -414,10 +415,10 @@ def flash_attn_shared_prompt_func(
             head_dim=kernel_head_dim(q.shape[-1]), num_heads_k=k.shape[1], dtype=q.dtype,
             window_size=window_size,
         )  # fmt: skip
-    out, lse = attention(
-        q, k, v, None, None, layout.segments, layout.segments_host, plan, layout.max_seqlen_q,
-        layout.max_seqlen_k, softmax_scale, True, window_size, softcap, sinks, deterministic,
-    )  # fmt: skip
+    batch = Batch(
+        layout.segments, layout.segments_host, plan, layout.max_seqlen_q, layout.max_seqlen_k, *call.options
+    )
+    out, lse = attend(call, q, k, v, None, None, batch, sinks)
     return (out, lse) if return_softmax_lse else out
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,23 +198,28 @@ def test_ops_without_a_plan_build_one_from_their_own_arguments(
     context: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: calls.append((a, k)) or ["plan"])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # nothing is remembered
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     args = op_args(context, torch.float32, requires_grad=False)
     args = (*args[:8], 7, 6, 0.3, True, 4, 0, 0.0, False)
     out, lse = torch.ops.flash_attn.fwd(*args)
     saved = (out, None, *args[:5], out, lse, *args[5:])
-    for given, first, batch in ((args, 0, 5), (saved, 2, 9)):
-        planned = _ops._planned(given, first)
-        assert planned[batch + 2] == ["plan"] and len(planned) == len(given)
+    monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: calls.append((a, k)) or ["plan"])
+    monkeypatch.setattr(_ops, "is_capturing", lambda device: True)  # nothing is remembered
+    ran: list[Any] = []
+    monkeypatch.setattr(_ops, "forward", lambda *a: ran.append(a))
+    monkeypatch.setattr(_ops, "backward", lambda *a: ran.append(a))
+    for op, given, tensors in ((_ops._fwd, args, 5), (_ops._bwd, saved, 9)):
+        op(*given)
+        *got, batch = ran.pop()
+        assert all(x is y for x, y in zip(got, given[:tensors], strict=True))
+        assert batch == (*args[5:7], ["plan"], *args[8:])
         positional, named = calls.pop()
         assert positional[0] is args[5] and positional[1:] == (13, 13, *((5, 5) if context else (None, 0)))
         assert named == {
             "num_heads_k": 2, "head_dim": 8, "dtype": torch.float32, "causal": True, "window_size": (4, 0),
             "separate": False,
         }  # fmt: skip
-        assert _ops._planned(planned, first) is planned and not calls
+        op(*given[:tensors], *batch)
+        assert ran.pop()[-1] == batch and not calls
 
 
 def test_outputs_of_narrow_values_lie_in_memory_as_the_fake_says() -> None:
@@ -238,16 +242,15 @@ def test_plans_are_remembered_as_long_as_their_segments_stay_as_they_are(
     monkeypatch.setattr(
         _ops, "plan_tables", lambda segments, *a, **k: built.append(segments[0].tolist()) or [0]
     )
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     args = op_args(False, torch.float32, requires_grad=False)
     with torch.inference_mode(inference):
         segments = args[5].clone()
         args = (*args[:5], segments, *args[6:])
+        batch = _ops.Batch(*args[5:])
         for _ in range(2):
-            _ops._planned(args, 0)
+            _ops.planned(batch, *args[:2], None)
         segments[0, 1] -= 1
-        _ops._planned(args, 0)
+        _ops.planned(batch, *args[:2], None)
     after = segments[0].tolist()
     before = [after[0], after[1] + 1, *after[2:]]
     assert built == ([before, before, after] if inference else [before, after])
@@ -258,8 +261,7 @@ def test_graphs_read_the_plans_of_segments_that_never_change(monkeypatch: pytest
     built: list[bool] = []
     capturing = False
     monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: built.append(capturing) or [len(built)])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(_ops, "is_capturing", lambda device: capturing)
     args = op_args(False, torch.float32, requires_grad=False)
 
     def plan(segments: torch.Tensor, causal: bool = True) -> list[Any]:
@@ -280,17 +282,13 @@ def test_graphs_read_the_plans_of_segments_that_never_change(monkeypatch: pytest
 
 def test_graphs_keep_the_tables_that_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each shape, however often that is captured and forgotten; what no graph reads is not kept."""
-    made, capturing = _calls.dense_segments, False
-    monkeypatch.setattr(_calls, "dense_segments", lambda *sizes: made(*sizes[:3], torch.device("cpu")))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(_calls, "Tensor", SimpleNamespace)
+    capturing = False
+    monkeypatch.setattr(_calls, "is_capturing", lambda device: capturing)
     monkeypatch.setattr(_calls, "_tables", OrderedDict())
     monkeypatch.setattr(_calls, "_in_graphs", {})
-    q: Any = SimpleNamespace(device=torch.device("cuda"))
 
     def table(seqlen: int) -> torch.Tensor:
-        return _calls.segments_of_dense(2, seqlen, seqlen, q)[0]
+        return _calls.segments_of_dense(2, seqlen, seqlen, torch.empty(0))[0]
 
     first = table(100)
     for _ in range(3):
@@ -307,15 +305,13 @@ def test_graphs_keep_the_tables_that_they_read(monkeypatch: pytest.MonkeyPatch) 
 
 def test_plans_of_changed_segments_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ops, "plan_tables", lambda *a, **k: [0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     args = op_args(False, torch.float32, requires_grad=False)
     for _ in range(3):
         args[5].add_(0)
         for causal in (True, False):
             _ops.remembered_plan(args[5], args[0], args[1], None, causal, (-1, -1))
-        version, plans = _ops._plans[args[5]]
-        assert version == args[5]._version and len(plans) == 2
+        plans = _ops._plans.get(args[5])
+        assert plans is not None and plans.version == args[5]._version and len(plans.kinds) == 2
 
 
 def test_plan_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:

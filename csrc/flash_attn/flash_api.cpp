@@ -92,68 +92,69 @@ std::vector<Tensor> plan(Tensor segments, int64_t total_q, int64_t total_k, std:
     return tables;
 }
 
-// What forward and backward share: checked operands, and the parameters they fill. Tensors are kept alive here.
+// What forward and backward share: checked operands on the current device, and the parameters they fill. Tensors are kept alive here.
 struct Call {
+    Device const& device;
+    DeviceScope const scope;
+    Kernels const& kernels;
+    TileSizes const tile;
+    bool const context_in_k;
+    Operand const q, k, v, k_context, v_context;
+    std::optional<Tensor> tile_counter;
     Extras extras{};  // where params.extras points to it
-    Tensor q, k, v, k_context, v_context, tile_counter;
-    bool context_in_k;
-    Kernels const* kernels;
-    TileSizes tile;
     FwdParams params{};
 
     Call(Tensor const& q_, Tensor const& k_, Tensor const& v_, OptionalTensor const& k_context_, OptionalTensor const& v_context_,
-         Tensor const& segments, std::vector<Tensor> const& plan, double softmax_scale, double softcap, bool with_extras = false) {
-        FLASH_ATTN_CHECK(q_.dim() == 3 && q_.is_cuda(), "q", "be (total_q, num_heads, head_dim) on a GPU", shape_of(q_));
-        check_operand(k_, "k", "(total_k, num_heads_k, head_dim)", q_);
-        check_operand(v_, "v", "(total_k, num_heads_k, head_dim)", q_);
-        FLASH_ATTN_CHECK(v_.size(0) == k_.size(0) && v_.size(1) == k_.size(1), "v", text("have the shape of k, ", shape_of(k_)), shape_of(v_));
-        FLASH_ATTN_CHECK(q_.size(2) % 8 == 0, "head_dim", "be a multiple of 8", q_.size(2));
-        FLASH_ATTN_CHECK(k_.size(1) > 0 && q_.size(1) % k_.size(1) == 0, "num_heads", text("be a multiple of num_heads_k, ", k_.size(1)), q_.size(1));
-        context_in_k = !k_context_.has_value();
-        if (!context_in_k) {
-            FLASH_ATTN_CHECK(v_context_.has_value(), "v_context", "be given with k_context", "None");
-            check_operand(*k_context_, "k_context", "(total_context, num_heads_k, head_dim)", q_);
-            check_operand(*v_context_, "v_context", "(total_context, num_heads_k, head_dim)", q_);
-            FLASH_ATTN_CHECK(k_context_->size(1) == k_.size(1), "k_context", text("have ", k_.size(1), " heads"), shape_of(*k_context_));
-            FLASH_ATTN_CHECK(v_context_->size(0) == k_context_->size(0) && v_context_->size(1) == k_context_->size(1), "v_context", "have the shape of k_context", shape_of(*v_context_));
-        }
+         Tensor const& segments, std::vector<Tensor> const& plan, double softmax_scale, double softcap, bool with_extras = false)
+        : device(checked_device(q_, k_, v_, k_context_, v_context_)), scope(device.index),
+          kernels(kernels_for(device, q_.size(q_.dim() - 1), dtype_of(q_.scalar_type()), with_extras)), tile(kernels.tile(shared_memory_limit())),
+          context_in_k(!k_context_.has_value()), q(as_operand(q_)), k(as_operand(k_)), v(as_operand(v_)),
+          k_context(context_in_k ? k : as_operand(*k_context_)), v_context(context_in_k ? v : as_operand(*v_context_)) {
+        FLASH_ATTN_CHECK(q.head_dim % 8 == 0, "head_dim", "be a multiple of 8", q.head_dim);
+        FLASH_ATTN_CHECK(k.heads > 0 && q.heads % k.heads == 0, "num_heads", text("be a multiple of num_heads_k, ", k.heads), q.heads);
+        FLASH_ATTN_CHECK(k_context.heads == k.heads, "k_context", text("have ", k.heads, " heads"), k_context.heads);
+        FLASH_ATTN_CHECK(q.rows <= kIntMax && k.rows <= kIntMax, "q and k", "have fewer than 2**31 rows", q.rows);
         FLASH_ATTN_CHECK(plan.size() == 4, "plan", "have four tables", plan.size());
-        int64_t const total_q = q_.size(0);
-        FLASH_ATTN_CHECK(total_q <= kIntMax && k_.size(0) <= kIntMax, "q and k", "have fewer than 2**31 rows", total_q);
         check_table(segments, "segments", 6, q_);
         check_table(plan[0], "plan[0]", 4, q_);
         check_table(plan[1], "plan[1]", 8, q_);
         check_table(plan[2], "plan[2]", 12, q_);
         check_table(plan[3], "plan[3]", 8, q_);
-        FLASH_ATTN_CHECK(plan[0].size(0) == total_q, "plan", text("be built for ", total_q, " rows of q"), plan[0].size(0));
-
-        Device const& device = device_of(q_.get_device_index());
-        kernels = &kernels_for(device, q_.size(2), dtype_of(q_.scalar_type()), with_extras);
-        DeviceScope const scope(device.index);
-        tile = kernels->tile(shared_memory_limit());
-        FLASH_ATTN_CHECK(plan[2].size(0) == query_capacity(total_q, segments.size(0), tile.fwd_block_m), "plan[2]", "be built for these tensors",
+        FLASH_ATTN_CHECK(plan[0].size(0) == q.rows, "plan", text("be built for ", q.rows, " rows of q"), plan[0].size(0));
+        FLASH_ATTN_CHECK(plan[2].size(0) == query_capacity(q.rows, segments.size(0), tile.fwd_block_m), "plan[2]", "be built for these tensors",
               plan[2].size(0));
 
-        q = as_operand(q_), k = as_operand(k_), v = as_operand(v_);
-        k_context = context_in_k ? k : as_operand(*k_context_);
-        v_context = context_in_k ? v : as_operand(*v_context_);
-        params.q = q.data_ptr(), params.k = k.data_ptr(), params.v = v.data_ptr();
-        params.k_context = k_context.data_ptr(), params.v_context = v_context.data_ptr();
-        params.q_row_stride = q.stride(0), params.q_head_stride = q.stride(1);
-        params.k_row_stride = k.stride(0), params.k_head_stride = k.stride(1);
-        params.v_row_stride = v.stride(0), params.v_head_stride = v.stride(1);
-        params.k_context_row_stride = k_context.stride(0), params.k_context_head_stride = k_context.stride(1);
-        params.v_context_row_stride = v_context.stride(0), params.v_context_head_stride = v_context.stride(1);
-        params.total_q = int(total_q), params.total_k = int(k.size(0)), params.total_context = int(k_context.size(0));
-        params.num_heads = int(q.size(1)), params.num_heads_k = int(k.size(1)), params.head_dim = int(q.size(2));
+        params.q = q.data, params.q_row_stride = q.row_stride, params.q_head_stride = q.head_stride;
+        params.k = k.data, params.k_row_stride = k.row_stride, params.k_head_stride = k.head_stride;
+        params.v = v.data, params.v_row_stride = v.row_stride, params.v_head_stride = v.head_stride;
+        params.k_context = k_context.data, params.k_context_row_stride = k_context.row_stride, params.k_context_head_stride = k_context.head_stride;
+        params.v_context = v_context.data, params.v_context_row_stride = v_context.row_stride, params.v_context_head_stride = v_context.head_stride;
+        params.total_q = int(q.rows), params.total_k = int(k.rows), params.total_context = int(k_context.rows);
+        params.num_heads = int(q.heads), params.num_heads_k = int(k.heads), params.head_dim = int(q.head_dim);
         params.softmax_scale = float(softmax_scale), params.softcap = float(softcap);
         params.plan = {static_cast<RowSpan const*>(plan[0].data_ptr()), static_cast<BlockSpan const*>(plan[1].data_ptr()),
                        static_cast<QueryItem const*>(plan[2].data_ptr()), static_cast<KeyItem const*>(plan[3].data_ptr()),
                        int(plan[2].size(0)), int(plan[3].size(0))};
     }
 
-    void set_out(Tensor const& out, Tensor const& lse) {
-        params.out = out.data_ptr(), params.out_row_stride = out.stride(0), params.out_head_stride = out.stride(1);
+    static Device const& checked_device(Tensor const& q, Tensor const& k, Tensor const& v, OptionalTensor const& k_context,
+                                        OptionalTensor const& v_context) {
+        FLASH_ATTN_CHECK((q.dim() == 3 || q.dim() == 4) && q.is_cuda(), "q",
+                         "be (total_q, num_heads, head_dim) or (batch, seqlen, num_heads, head_dim) on a GPU", shape_of(q));
+        check_operand(k, "k", "(total_k, num_heads_k, head_dim)", q);
+        check_operand(v, "v", "(total_k, num_heads_k, head_dim)", q);
+        FLASH_ATTN_CHECK(same_shape(v, k), "v", text("have the shape of k, ", shape_of(k)), shape_of(v));
+        if (k_context) {
+            FLASH_ATTN_CHECK(v_context.has_value(), "v_context", "be given with k_context", "None");
+            check_operand(*k_context, "k_context", "(total_context, num_heads_k, head_dim)", q);
+            check_operand(*v_context, "v_context", "(total_context, num_heads_k, head_dim)", q);
+            FLASH_ATTN_CHECK(same_shape(*v_context, *k_context), "v_context", "have the shape of k_context", shape_of(*v_context));
+        }
+        return device_of(q.get_device_index());
+    }
+
+    void set_out(Operand const& out, Tensor const& lse) {
+        params.out = out.data, params.out_row_stride = out.row_stride, params.out_head_stride = out.head_stride;
         params.lse = static_cast<float*>(lse.data_ptr()), params.lse_head_stride = lse.stride(0);
     }
 
@@ -164,10 +165,10 @@ struct Call {
         if (alibi_slopes) {
             bool const rows = alibi_slopes->dim() == 2;
             FLASH_ATTN_CHECK(alibi_slopes->is_cuda() && alibi_slopes->scalar_type() == ScalarType::Float && alibi_slopes->is_contiguous() &&
-                                 (rows ? has_shape(*alibi_slopes, {segments.size(0), q.size(1)}) : has_shape(*alibi_slopes, {q.size(1)})),
+                                 (rows ? has_shape(*alibi_slopes, {segments.size(0), q.heads}) : has_shape(*alibi_slopes, {q.heads})),
                              "alibi_slopes", "be contiguous float32 (num_heads,) or (num_segments, num_heads) on the device of q", shape_of(*alibi_slopes));
             extras.alibi_slopes = static_cast<float const*>(alibi_slopes->data_ptr());
-            extras.alibi_segment_stride = rows ? q.size(1) : 0;
+            extras.alibi_segment_stride = rows ? q.heads : 0;
         }
         if (rng_state) {
             FLASH_ATTN_CHECK(rng_state->is_cuda() && rng_state->scalar_type() == ScalarType::Long && has_shape(*rng_state, {2}) && rng_state->is_contiguous(),
@@ -183,10 +184,10 @@ struct Call {
     // A zero for the persistent schedulers of the sm_90a path. Few items are dealt out in turn instead, without a counter.
     void reset_counter(cudaStream_t stream) {
         int64_t const items = int64_t(params.plan.num_query_items) * params.num_heads;
-        if (kernels->arch != 90 || items <= kDealtItemsPerSm * device_of(q.get_device_index()).num_sms) return;
+        if (kernels.arch != 90 || items <= kDealtItemsPerSm * device.num_sms) return;
         if (!params.tile_counter) {
-            tile_counter = new_bytes(q, 16);
-            params.tile_counter = static_cast<int*>(tile_counter.data_ptr());
+            tile_counter = new_bytes(q.tensor, 16);
+            params.tile_counter = static_cast<int*>(tile_counter->data_ptr());
         }
         check_cuda(cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream), "cudaMemsetAsync");
     }
@@ -194,26 +195,23 @@ struct Call {
     bool no_keys() const { return params.total_k == 0 && params.total_context == 0; }
 };
 
+// out has the shape of q.
 std::tuple<Tensor, Tensor> run_forward(Call& call, Tensor const& q) {
-    Tensor out = new_empty(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
-    Tensor lse = new_empty(q, {q.size(1), q.size(0)}, ScalarType::Float);
+    Tensor out = new_like(q), lse = new_empty(q, {call.q.heads, call.q.rows}, ScalarType::Float);
     if (call.no_keys()) {
         torch::stable::zero_(out);
         torch::stable::fill_(lse, -INFINITY);
-    } else if (q.size(0) > 0) {
-        int const device = q.get_device_index();
-        DeviceScope const scope(device);
-        cudaStream_t const stream = current_stream(device);
-        call.set_out(out, lse);
+    } else if (call.q.rows > 0) {
+        cudaStream_t const stream = current_stream(call.device.index);
+        call.set_out(Operand(out), lse);
         call.reset_counter(stream);
-        launch(call.params.extras ? call.kernels->fwd_extras : call.kernels->fwd, call.params, *call.kernels, "fwd", stream);
+        launch(call.params.extras ? call.kernels.fwd_extras : call.kernels.fwd, call.params, call.kernels, "fwd", stream);
     }
     return {out, lse};
 }
 
 std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, OptionalTensor k_context, OptionalTensor v_context, Tensor segments,
-                               OptionalTensor, std::vector<Tensor> plan, int64_t, int64_t, double softmax_scale, bool, int64_t, int64_t,
-                               double softcap, bool) {
+                               std::vector<Tensor> plan, double softmax_scale, double softcap) {
     Call call(q, k, v, k_context, v_context, segments, plan, softmax_scale, softcap);
     return run_forward(call, q);
 }
@@ -239,21 +237,20 @@ struct Gradients {
 };
 
 void set_gradients(BwdParams& p, Gradients const& g, bool context_in_k) {
-    Tensor const& dkc = context_in_k ? g.dk : g.dk_context;
-    Tensor const& dvc = context_in_k ? g.dv : g.dv_context;
-    p.dq = g.dq.data_ptr(), p.dq_row_stride = g.dq.stride(0), p.dq_head_stride = g.dq.stride(1);
-    p.dk = g.dk.data_ptr(), p.dk_row_stride = g.dk.stride(0), p.dk_head_stride = g.dk.stride(1);
-    p.dv = g.dv.data_ptr(), p.dv_row_stride = g.dv.stride(0), p.dv_head_stride = g.dv.stride(1);
-    p.dk_context = dkc.data_ptr(), p.dk_context_row_stride = dkc.stride(0), p.dk_context_head_stride = dkc.stride(1);
-    p.dv_context = dvc.data_ptr(), p.dv_context_row_stride = dvc.stride(0), p.dv_context_head_stride = dvc.stride(1);
+    Operand const dq(g.dq), dk(g.dk), dv(g.dv), dkc(context_in_k ? g.dk : g.dk_context), dvc(context_in_k ? g.dv : g.dv_context);
+    p.dq = dq.data, p.dq_row_stride = dq.row_stride, p.dq_head_stride = dq.head_stride;
+    p.dk = dk.data, p.dk_row_stride = dk.row_stride, p.dk_head_stride = dk.head_stride;
+    p.dv = dv.data, p.dv_row_stride = dv.row_stride, p.dv_head_stride = dv.head_stride;
+    p.dk_context = dkc.data, p.dk_context_row_stride = dkc.row_stride, p.dk_context_head_stride = dkc.head_stride;
+    p.dv_context = dvc.data, p.dv_context_row_stride = dvc.row_stride, p.dv_context_head_stride = dvc.head_stride;
 }
 
 // The launches: per chunk of kv heads preprocess -> main kernel -> postprocess; then the separate dq pass, if any.
 // Gradients are allocated while the first kernel runs, which does not need them.
 template <typename Allocate>
 Gradients run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_dq, cudaStream_t stream, Allocate allocate) {
-    Gradients gradients;
-    Kernels const& kernels = *call.kernels;
+    std::optional<Gradients> gradients;
+    Kernels const& kernels = call.kernels;
     int const heads_k = p.fwd.num_heads_k, heads_per_kv = p.fwd.num_heads / heads_k;
     int64_t const head_bytes = heads_per_kv * p.rows_padded * kernels.head_dim * 4, limit = dq_accum_limit(kernels);
     auto const bwd = p.fwd.extras ? kernels.bwd_extras : kernels.bwd, bwd_dq = p.fwd.extras ? kernels.bwd_dq_extras : kernels.bwd_dq;
@@ -268,16 +265,16 @@ Gradients run_backward(Call& call, BwdParams& p, Tensor const& q, bool separate_
     for (p.head_k_begin = 0; p.head_k_begin < heads_k; p.head_k_begin = p.head_k_end) {
         p.head_k_end = std::min(p.head_k_begin + chunk, heads_k);
         check_cuda(run_bwd_preprocess(p, kernels.dtype == DType::kBFloat16, kernels.head_dim, stream), "bwd preprocess");
-        if (p.head_k_begin == 0) set_gradients(p, gradients = allocate(), call.context_in_k);
+        if (!gradients) set_gradients(p, gradients.emplace(allocate()), call.context_in_k);
         launch(bwd, p, kernels, "bwd", stream);
         if (p.dq_accum || p.dk_partial) launch(kernels.bwd_post, p, kernels, "bwd_post", stream);
     }
-    if (!separate_dq) return gradients;
+    if (!separate_dq) return *gradients;
     p.head_k_begin = 0, p.head_k_end = heads_k;
     call.reset_counter(stream);
     p.fwd.tile_counter = call.params.tile_counter;
     launch(bwd_dq, p, kernels, "bwd_dq", stream);
-    return gradients;
+    return *gradients;
 }
 
 using AllGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -287,38 +284,36 @@ AllGradients run_backward_of(Call& call, Tensor const& dout, OptionalTensor cons
                              Tensor const& segments, bool deterministic) {
     for (auto const& [x, name] : {std::pair{&dout, "dout"}, std::pair{&out, "out"}}) {
         check_operand(*x, name, "(total_q, num_heads, head_dim)", q);
-        FLASH_ATTN_CHECK(has_shape(*x, {q.size(0), q.size(1), q.size(2)}), name, text("have the shape of q, ", shape_of(q)), shape_of(*x));
+        FLASH_ATTN_CHECK(same_shape(*x, q), name, text("have the shape of q, ", shape_of(q)), shape_of(*x));
     }
     for (auto const& [x, name] : {std::pair<Tensor const*, char const*>{&lse, "lse"}, {dlse ? &*dlse : &lse, "dlse"}})
-        FLASH_ATTN_CHECK(has_shape(*x, {q.size(1), q.size(0)}) && x->scalar_type() == ScalarType::Float, name,
+        FLASH_ATTN_CHECK(has_shape(*x, {call.q.heads, call.q.rows}) && x->scalar_type() == ScalarType::Float, name,
                          "be float32 (num_heads, total_q)", shape_of(*x));
 
-    auto const like = [](Tensor const& x) { return new_empty(x, {x.size(0), x.size(1), x.size(2)}, x.scalar_type()); };
-    auto const none = [](Tensor const& x) { return new_empty(x, {0, x.size(1), x.size(2)}, x.scalar_type()); };
+    auto const none = [&] { return new_empty(q, {0, call.k.heads, call.k.head_dim}, q.scalar_type()); };
     auto const allocate = [&] {
-        return Gradients{like(q), like(k), like(v), k_context ? like(*k_context) : none(k), v_context ? like(*v_context) : none(v)};
+        return Gradients{new_like(q), new_like(k), new_like(v), k_context ? new_like(*k_context) : none(), v_context ? new_like(*v_context) : none()};
     };
-    if (call.no_keys() || q.size(0) == 0) {
+    if (call.no_keys() || call.q.rows == 0) {
         Gradients g = allocate();
         for (Tensor* x : {&g.dq, &g.dk, &g.dv, &g.dk_context, &g.dv_context}) torch::stable::zero_(*x);
         return {g.dq, g.dk, g.dv, g.dk_context, g.dv_context};
     }
-    int const device = q.get_device_index();
-    DeviceScope const scope(device);
-    Tensor const dout_operand = as_operand(dout), out_operand = as_operand(out), lse_rows = as_row_values(lse);
+    Operand const dout_operand = as_operand(dout), out_operand = as_operand(out);
+    Tensor const lse_rows = as_row_values(lse);
     Tensor const dlse_rows = dlse ? as_row_values(*dlse) : lse_rows;
     call.set_out(out_operand, lse_rows);
 
     BwdParams p{};
     p.fwd = call.params;
-    p.dout = dout_operand.data_ptr(), p.dout_row_stride = dout_operand.stride(0), p.dout_head_stride = dout_operand.stride(1);
+    p.dout = dout_operand.data, p.dout_row_stride = dout_operand.row_stride, p.dout_head_stride = dout_operand.head_stride;
     if (dlse) p.dlse = static_cast<float const*>(dlse_rows.data_ptr()), p.dlse_head_stride = dlse_rows.stride(0);
-    p.rows_padded = (q.size(0) + 127) / 128 * 128;
+    p.rows_padded = (call.q.rows + 127) / 128 * 128;
     p.num_splits = splits_of(p.fwd.plan.num_key_items, p.fwd, call.context_in_k, segments.size(0),
                              call.tile.bwd_block_n);
-    int64_t const rows = q.size(1) * p.rows_padded;
-    int64_t const partial = p.num_splits > 1 ? p.num_splits * call.k_context.size(0) * k.size(1) * call.kernels->head_dim : 0;
-    int64_t const counts = partial > 0 && call.kernels->arch == 90 ? 2 * call.k_context.size(0) * k.size(1) : 0;
+    int64_t const rows = call.q.heads * p.rows_padded, context_rows = call.k_context.rows * call.k.heads;
+    int64_t const partial = p.num_splits > 1 ? p.num_splits * context_rows * call.kernels.head_dim : 0;
+    int64_t const counts = partial > 0 && call.kernels.arch == 90 ? 2 * context_rows : 0;
     Tensor const scratch = new_empty(q, {2 * (rows + partial) + counts}, ScalarType::Float);
     p.lse_log2 = static_cast<float*>(scratch.data_ptr());
     p.dout_dot_out = p.lse_log2 + rows;
@@ -327,14 +322,14 @@ AllGradients run_backward_of(Call& call, Tensor const& dout, OptionalTensor cons
         p.dv_partial = p.dk_partial + partial;
         if (counts > 0) p.split_counts = reinterpret_cast<int*>(p.dv_partial + partial);
     }
-    Gradients const g = run_backward(call, p, q, deterministic, current_stream(device), allocate);
+    Gradients const g = run_backward(call, p, q, deterministic, current_stream(call.device.index), allocate);
     return {g.dq, g.dk, g.dv, g.dk_context, g.dv_context};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v,
                                                        OptionalTensor k_context, OptionalTensor v_context, Tensor out, Tensor lse,
-                                                       Tensor segments, OptionalTensor, std::vector<Tensor> plan, int64_t, int64_t,
-                                                       double softmax_scale, bool, int64_t, int64_t, double softcap, bool deterministic) {
+                                                       Tensor segments, std::vector<Tensor> plan, double softmax_scale, double softcap,
+                                                       bool deterministic) {
     Call call(q, k, v, k_context, v_context, segments, plan, softmax_scale, softcap);
     return run_backward_of(call, dout, dlse, q, k, v, k_context, v_context, out, lse, segments, deterministic);
 }
@@ -360,18 +355,16 @@ std::string unsupported(int64_t device, int64_t head_dim, ScalarType dtype, bool
 }  // namespace
 }  // namespace flash_attn
 
-#define FLASH_ATTN_BATCH                                                                                                 \
-    "Tensor segments, Tensor? segments_host, Tensor[] plan, int max_seqlen_q, int max_seqlen_k, float softmax_scale, "     \
-    "bool causal, int window_size_left, int window_size_right, float softcap, bool deterministic)"
-
 #define FLASH_ATTN_EXTRAS "Tensor? alibi_slopes, float dropout_p, Tensor? rng_state)"
 
 STABLE_TORCH_LIBRARY(flash_attn_cuda, m) {
     m.def("plan(Tensor segments, int total_q, int total_k, int? total_context, int context_rows, int num_heads_k, int head_dim, "
           "ScalarType dtype, bool causal, int window_size_left, int window_size_right, bool forward_only, bool separate=False) -> Tensor[]");
-    m.def("fwd(Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, " FLASH_ATTN_BATCH " -> (Tensor out, Tensor lse)");
+    m.def("fwd(Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, Tensor segments, Tensor[] plan, float softmax_scale, "
+          "float softcap) -> (Tensor out, Tensor lse)");
     m.def("bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? k_context, Tensor? v_context, Tensor out, Tensor lse, "
-          FLASH_ATTN_BATCH " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_context, Tensor dv_context)");
+          "Tensor segments, Tensor[] plan, float softmax_scale, float softcap, bool deterministic) "
+          "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dk_context, Tensor dv_context)");
     m.def("fwd_extras(Tensor q, Tensor k, Tensor v, Tensor segments, Tensor[] plan, float softmax_scale, float softcap, "
           FLASH_ATTN_EXTRAS " -> (Tensor out, Tensor lse)");
     m.def("bwd_extras(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor segments, Tensor[] plan, "

@@ -29,6 +29,13 @@ inline std::string shape_of(Tensor const& x) {
     return out + "]";
 }
 
+inline bool same_shape(Tensor const& x, Tensor const& y) {
+    if (x.dim() != y.dim()) return false;
+    for (int64_t i = 0; i < x.dim(); ++i)
+        if (x.size(i) != y.size(i)) return false;
+    return true;
+}
+
 inline bool has_shape(Tensor const& x, std::initializer_list<int64_t> shape) {
     if (x.dim() != int64_t(shape.size())) return false;
     for (int64_t i = 0; i < x.dim(); ++i)
@@ -86,15 +93,38 @@ inline cudaStream_t current_stream(int device) {
     return static_cast<cudaStream_t>(stream);
 }
 
-// (rows, heads, head_dim) with any strides the kernels can use: contiguous last dimension, base and strides multiples of
-// 16 bytes, no stride 0 (expanded gradients; TMA has none), rows within kMaxRowStride. Other tensors are copied.
-inline Tensor as_operand(Tensor const& x) {
-    bool ok = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && (x.stride(2) == 1 || x.size(2) == 1);
-    for (int64_t i = 0; i < 2; ++i) ok = ok && (x.size(i) <= 1 || (x.stride(i) > 0 && x.stride(i) % 8 == 0));
-    ok = ok && (x.size(0) <= 1 || x.stride(0) < kMaxRowStride);
-    if (ok || x.numel() == 0) return x;
-    Tensor copy = new_empty(x, {x.size(0), x.size(1), x.size(2)}, x.scalar_type());
-    return torch::stable::copy_(copy, x);
+// Contiguous, of the shape of `like`.
+inline Tensor new_like(Tensor const& like) {
+    return like.dim() == 4 ? new_empty(like, {like.size(0), like.size(1), like.size(2), like.size(3)}, like.scalar_type())
+                           : new_empty(like, {like.size(0), like.size(1), like.size(2)}, like.scalar_type());
+}
+
+// A tensor (rows, heads, head_dim), or (batch, seqlen, heads, head_dim) whose first two dimensions are the rows.
+struct Operand {
+    Tensor tensor;
+    void* data = nullptr;
+    int64_t rows = 0, heads = 0, head_dim = 0, row_stride = 0, head_stride = 0;
+    bool fits = false;  // the kernels can read it as it lies
+
+    Operand() = default;
+    explicit Operand(Tensor const& x) : tensor(x), data(x.data_ptr()) {
+        int64_t const heads_at = x.dim() - 2, batch = heads_at == 2 ? x.size(0) : 1, seqlen = x.size(heads_at - 1);
+        rows = batch * seqlen, heads = x.size(heads_at), head_dim = x.size(heads_at + 1);
+        row_stride = seqlen == 1 && batch > 1 ? x.stride(0) : x.stride(heads_at - 1), head_stride = x.stride(heads_at);
+        // Base and strides multiples of 16 bytes; no stride 0 (expanded gradients; TMA has none).
+        auto const strided = [](int64_t count, int64_t stride) { return count <= 1 || (stride > 0 && stride % 8 == 0); };
+        fits = reinterpret_cast<uintptr_t>(data) % 16 == 0 && (x.stride(heads_at + 1) == 1 || head_dim == 1) &&
+               strided(rows, row_stride) && strided(heads, head_stride) && (rows <= 1 || row_stride < kMaxRowStride) &&
+               (batch <= 1 || seqlen <= 1 || x.stride(0) == seqlen * row_stride);
+    }
+};
+
+// With strides that the kernels can use; other tensors are copied.
+inline Operand as_operand(Tensor const& x) {
+    Operand const operand(x);
+    if (operand.fits || x.numel() == 0) return operand;
+    Tensor copy = new_like(x);
+    return Operand(torch::stable::copy_(copy, x));
 }
 
 // (num_heads, total_q) fp32 with contiguous rows.
@@ -104,12 +134,13 @@ inline Tensor as_row_values(Tensor const& x) {
     return torch::stable::copy_(copy, x);
 }
 
+// (rows, heads, head_dim) or, where `like` is, (batch, seqlen, heads, head_dim).
 inline void check_operand(Tensor const& x, char const* name, char const* shape, Tensor const& like) {
-    FLASH_ATTN_CHECK(x.dim() == 3, name, text("be ", shape), shape_of(x));
+    FLASH_ATTN_CHECK(x.dim() == like.dim(), name, text("be ", shape), shape_of(x));
     FLASH_ATTN_CHECK(x.is_cuda() && x.get_device_index() == like.get_device_index(), name, "be on the device of q",
           text("device ", int(x.get_device_index())));
     FLASH_ATTN_CHECK(x.scalar_type() == like.scalar_type(), name, "have the dtype of q", "another");
-    FLASH_ATTN_CHECK(x.size(2) == like.size(2), name, text("have the head dim of q, ", like.size(2)), shape_of(x));
+    FLASH_ATTN_CHECK(x.size(x.dim() - 1) == like.size(like.dim() - 1), name, text("have the head dim of q, ", like.size(like.dim() - 1)), shape_of(x));
 }
 
 inline void check_table(Tensor const& x, char const* name, int64_t columns, Tensor const& q) {

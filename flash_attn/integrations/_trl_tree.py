@@ -18,7 +18,8 @@ from transformers import AttentionInterface
 from transformers.integrations.flash_attention import get_target_dtype
 from transformers.masking_utils import AttentionMaskInterface
 
-from flash_attn._calls import attention, kernel_head_dim
+from flash_attn._calls import attention
+from flash_attn._checked import kernel_head_dim
 from flash_attn._ops import plan_tables
 
 TREE_ATTENTION = "tree_fa3"

@@ -226,7 +226,7 @@ def attention(
 
     q (C, H, D), k (C, Hk, D), v (C, Hk, Dv), this rank's rows -> out (C, H, Dv), lse (H, C). Collective.
     """
-    from flash_attn import _calls, checks
+    from flash_attn import _calls, _checked, checks
 
     if not isinstance(layout, ShardedLayout):
         raise TypeError(f"layout must be a ShardedLayout, got {type(layout).__name__}")
@@ -237,9 +237,9 @@ def attention(
         return _context(
             q, k, v, layout, softmax_scale, window, softcap, sinks, deterministic, return_softmax_lse
         )
-    head_dim_v, scale = v.shape[-1], _calls.scale_of(softmax_scale, q)
+    head_dim_v, scale = v.shape[-1], _checked.scale_of(softmax_scale, q)
     checks.no_forward_mode(q, k, v, sinks)
-    padded, padded_v = _calls.op_head_dims(q, v)
+    padded, padded_v = _checked.op_head_dims(q, v)
     widths = (padded, padded, padded_v)
     q, k, v = (_calls.unit_stride_rows(x, d) for x, d in zip((q, k, v), widths, strict=True))
     with_lse = return_softmax_lse or sinks is not None
@@ -265,7 +265,7 @@ def _context(
     return_softmax_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Keys and values are brought to this rank's queries in one exchange."""
-    from flash_attn import _calls
+    from flash_attn import _calls, _checked
 
     keys = layout.context
     assert keys is not None
@@ -275,7 +275,7 @@ def _context(
     plan: list[torch.Tensor] = []
     if q.device.type == "cuda":
         plan = layout.plan(
-            head_dim=_calls.kernel_head_dim(head_dim), num_heads_k=k.shape[1], dtype=q.dtype,
+            head_dim=_checked.kernel_head_dim(head_dim), num_heads_k=k.shape[1], dtype=q.dtype,
             window_size=window_size,
         )  # fmt: skip
     out, lse = _calls.attention(

@@ -12,7 +12,7 @@ from numerics import Case, check, op
 from plan_oracle import shared_prompt_segments, varlen_segments
 from torch import Tensor
 
-from flash_attn import _calls, _ops
+from flash_attn import _checked, _ops
 
 CUDA = os.environ.get("FLASH_ATTN_TEST_DEVICE", "cuda")  # cpu: debug the tests themselves
 
@@ -38,7 +38,7 @@ def attend_segments(case: Case, deterministic: bool = False, context_rows: int |
         total_context = None if k_context is None else k_context.shape[0]
         return _ops.plan_tables(
             case.table.to(q.device), q.shape[0], k.shape[0], total_context, context_rows,
-            num_heads_k=k.shape[1], head_dim=_calls.kernel_head_dim(q.shape[2]), dtype=q.dtype,
+            num_heads_k=k.shape[1], head_dim=_checked.kernel_head_dim(q.shape[2]), dtype=q.dtype,
             causal=case.causal, window_size=case.window_size,
         )  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from gpu_cases import CUDA, attend_segments, check_case, poisoned, shared_case
@@ -64,6 +66,46 @@ def test_strides_change_nothing(path: int, layout: str, deterministic: bool) -> 
             torch.testing.assert_close(grad, want["dq"], rtol=1e-2, atol=1e-3)
         else:
             assert torch.equal(grad, want["d" + name]), name
+
+
+def in_memory(order: str, x: Tensor) -> Tensor:
+    """A dense tensor (batch, seqlen, heads, head_dim) with x's values and other strides."""
+    if order == "heads before rows":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if order == "rows before sequences":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if order == "transposed last dimension":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    assert order == "sequences far apart"
+    batch, seqlen, heads, dim = x.shape
+    view = x.new_full((batch, seqlen + 5, heads, dim + 8), float("nan"))[:, 2:-3, :, :dim]
+    return view.copy_(x)
+
+
+ORDERS = ["heads before rows", "rows before sequences", "transposed last dimension", "sequences far apart"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("batch, seqlen", [(3, 77), (1, 50), (4, 1)])
+def test_strides_of_dense_batches_change_nothing(path: int, order: str, batch: int, seqlen: int) -> None:
+    """Bitwise equal to contiguous tensors, also where no stride makes batch and seqlen one dimension."""
+    generator = torch.Generator(CUDA).manual_seed(seqlen)
+    q, k, v, dout = (
+        torch.randn(batch, seqlen, h, 64, device=CUDA, dtype=torch.bfloat16, generator=generator)
+        for h in (4, 2, 2, 4)
+    )
+
+    def results(arrange: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaves = [arrange(x).detach().requires_grad_() for x in (q, k, v)]
+        out, lse, _ = flash_attn.flash_attn_func(
+            *leaves, causal=True, deterministic=True, return_attn_probs=True
+        )
+        return [out, lse, *torch.autograd.grad(out, leaves, arrange(dout))]
+
+    with poisoned():
+        got, want = results(lambda x: in_memory(order, x)), results(lambda x: x)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_expanded_gradients(path: int) -> None:
