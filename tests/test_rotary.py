@@ -269,3 +269,14 @@ def test_offsets_without_max_seqlen_reach_as_far_as_the_calls_before() -> None:
     qkv = torch.randn(2, 2, 3, 1, 8)
     turned = module(qkv.clone(), seqlen_offset=offsets)
     torch.testing.assert_close(turned, RotaryEmbedding(8)(qkv.clone(), seqlen_offset=offsets, max_seqlen=8))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_module_compiled_in_one_graph(dynamic: bool) -> None:
+    """Its tables made in the graph, and kept from a call before."""
+    torch._dynamo.reset()
+    module = RotaryEmbedding(8)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for seqlen in (5, 5, 4):
+        qkv = torch.randn(2, seqlen, 3, 2, 8)
+        torch.testing.assert_close(compiled(qkv.clone()), RotaryEmbedding(8)(qkv.clone()))

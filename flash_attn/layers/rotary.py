@@ -215,7 +215,7 @@ class RotaryEmbedding(torch.nn.Module):
         """cos, sin of the queries, then of the keys: (at least seqlen, dim / 2), angles taken in fp32."""
         known = self._tables
         fits = known and known[0].shape[0] >= seqlen and known[0].device == device and known[0].dtype == dtype
-        if fits and not (self.training and known[0].is_inference()):
+        if fits and (torch.compiler.is_compiling() or not (self.training and known[0].is_inference())):
             return known
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         # model.half() rounds buffers: then they are made again
