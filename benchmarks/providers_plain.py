@@ -28,16 +28,19 @@ def plain_providers(case: PlainCase) -> dict[str, Pair]:
 
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
-        def forward() -> Tensor:
+        def use_arch() -> None:  # read at every call; not part of it, as nobody else changes it
             os.environ["FLASH_ATTN_FORCE_ARCH"] = force_arch
+
+        def forward() -> Tensor:
             return flash_attn.flash_attn_func(*leaves, causal=case.causal)
 
+        use_arch()
         out = forward()
 
         def backward() -> tuple[Tensor, ...]:
-            os.environ["FLASH_ATTN_FORCE_ARCH"] = force_arch
             return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
+        forward.prepare = backward.prepare = use_arch  # type: ignore[attr-defined]
         return forward, backward  # type: ignore[return-value]
 
     def sdpa_fa2() -> Pair:

@@ -25,7 +25,13 @@ SLOW_ROUNDS = 3
 ONCE_MS = 2500.0  # and calls above in one
 
 
+def prepare(call: Call) -> None:
+    """What a call asks to be done before it, untimed: `call.prepare`, if it has one."""
+    getattr(call, "prepare", lambda: None)()
+
+
 def once(call: Call) -> float:
+    prepare(call)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     call()
@@ -69,6 +75,7 @@ def as_graph(call: Call, stream: torch.cuda.Stream | None = None) -> Call:
     the `stream` on which its forward ran: the backward runs there too.
     """
     stream = stream or torch.cuda.Stream()
+    prepare(call)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
