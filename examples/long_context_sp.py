@@ -201,9 +201,11 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if peaks and device.type == "cuda":
         memory["activations and buffers"] = max(peaks) - sum(memory.values())
         memory["peak"] = max(peaks)
+    facts = machine(device)
     return {
+        "commit": facts["commit"],
         "case": {k: v for k, v in vars(options).items() if k not in ("json", "device", "seed", "sp")},
-        "machine": machine(device),
+        "machine": facts,
         "world": world,
         "sp": sp,
         "num_layers": config.num_hidden_layers,

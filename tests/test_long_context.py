@@ -54,6 +54,7 @@ def test_an_update_of_two_ranks_is_that_of_one(tmp_path: Path) -> None:
     assert (one["packed_tokens"], two["packed_tokens"]) == (80, 80) and two["rows_per_rank"] == 40
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5) and one["grad_norm"] > 0
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
+    assert one["commit"] == one["machine"]["commit"]  # where report.py looks for it
     assert two["memory_gib"]["weights"] == pytest.approx(one["memory_gib"]["weights"] / 2, rel=0.05)
     for text in ("old log-probs", "optimizer state", "80 tokens a pack instead of 186"):
         assert text in outputs[1]
