@@ -18,8 +18,9 @@ class GroupShuffleMixin:
     """Micro-batches of whole groups; the order of groups, and of rows within them, stays random.
 
     Where a micro-batch holds a multiple of `num_generations` rows groups stay whole, else they are cut at its
-    ends. The losses of TRL do not depend on which rows meet in a micro-batch, except `bnpo`, which divides by
-    the micro-batch's own tokens: what it estimates is the same, its value per step is not.
+    ends. The losses of TRL do not depend on which rows meet in a micro-batch, except what is a mean over the
+    micro-batch's own tokens (`bnpo`, the bonus of `entropy_coef`, the auxiliary loss of experts) or chosen
+    among them (`top_entropy_quantile`): what these estimate is the same, their value per step is not.
     """
 
     _buffered_inputs: list[dict[str, Any]] | None
