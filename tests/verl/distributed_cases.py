@@ -120,10 +120,28 @@ def sequence_parallel_fallback(folder: Path) -> dict[str, Any]:
         _verl_engine.refusal = original
 
 
+def sequence_parallel_critic(folder: Path) -> dict[str, Any]:
+    """As `sp`, values instead of log-probs."""
+    import critics
+    from verl.utils import model as verl_models
+
+    verl_models.load_valuehead_model = critics.load
+    results = {}
+    for attention, size in (("sdpa", 1), ("dualkv", 2)):
+        worker = critics.make_critic(folder, attention, ulysses_sequence_parallel_size=size)
+        ranks = worker.engine.get_data_parallel_size()
+        values, metrics = critics.step(worker, make_batch(LENS), ranks=ranks)
+        results[attention] = {
+            "log_probs": values, "metrics": metrics, "parameters": parameters(worker),
+            "sharing": vars(worker.engine.sharing),
+        }  # fmt: skip
+    return results
+
+
 CASES = {
     case.__name__: case
     for case in (
         data_parallel, any_partition, dynamic, errors, sequence_parallel, sequence_parallel_one_key_head,
-        sequence_parallel_fallback, sequence_parallel_fused,
+        sequence_parallel_fallback, sequence_parallel_fused, sequence_parallel_critic,
     )
 }  # fmt: skip
