@@ -123,7 +123,7 @@ def verl_runs(options: argparse.Namespace) -> Iterator[Run]:
             rows = rows // 8 if options.tiny else rows
             largest = ["--micro-batches", "--largest", f"{provider}:{rows}"]
             yield Run("verl", n, VERL, [*arguments, *largest])
-            if fitted(options, provider, 1, rows):
+            if fitted(options, arguments[1], provider, 1, rows):
                 break
 
 
@@ -137,15 +137,15 @@ def moe_runs(options: argparse.Namespace) -> Iterator[Run]:
         yield Run("moe", n, VERL, [*batch, "shared"])
         for degree in sizes(n):
             yield Run("moe", n, VERL, [*batch, *replicated(options), "--sp", str(degree)])
-            if all(fitted(options, provider, degree, rows) for provider in replicated(options)):
+            if all(fitted(options, arguments[1], each, degree, rows) for each in replicated(options)):
                 break
 
 
-def fitted(options: argparse.Namespace, provider: str, degree: int, rows: int) -> bool:
-    """Whether a policy update of the model that ran last found room."""
+def fitted(options: argparse.Namespace, model: str, provider: str, degree: int, rows: int) -> bool:
+    """Whether a policy update found room."""
     path = options.out / "verl_updates.json"
     found = json.loads(path.read_text()) if path.exists() else []
-    same = {"provider": provider, "sp": degree, "micro_batch": rows, "pass": "policy_update"}
+    same = {"model": model, "provider": provider, "sp": degree, "micro_batch": rows, "pass": "policy_update"}
     own = [row for row in found if all(row[key] == value for key, value in same.items())]
     return bool(own) and "seconds" in own[-1]
 
