@@ -176,12 +176,12 @@ class Keys:
 @dataclass(frozen=True)
 class Rotary:
     """Tables (positions, rotary_dim / 2). Queries stand at their sequence's `seqlens`, or at `begin`; row o
-    is turned o places further where `moving`."""
+    is rotated o places further where `per_row`."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
-    moving: bool
+    per_row: bool
     begin: int
 
     def __post_init__(self) -> None:
@@ -259,7 +259,7 @@ def _launch(
 
 
 def append(keys: Keys, k: Tensor, v: Tensor, rotary: Rotary | None) -> None:
-    """Writes k, v (B, new, Hk, D) behind each sequence's keys; k is turned by `rotary`. `keys` count them."""
+    """Writes k, v (B, new, Hk, D) behind each sequence's keys, which count them; k is rotated by `rotary`."""
     with _on(k.device):
         _append(keys, k, v, rotary)
 
@@ -323,7 +323,7 @@ class _Launch:
         cos, sin, numbers = None, None, (0, 0, 0, 0)
         if rotary is not None:
             cos, sin = rotary.cos, rotary.sin
-            numbers = (*rotary.arguments(), rotary.begin, int(rotary.moving))
+            numbers = (*rotary.arguments(), rotary.begin, int(rotary.per_row))
         arguments = (
             q, k_cache, v_cache, out, lse, seqlens, leftpad, batch_idx, table, cos, sin,
             keys.alibi_slopes, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *strides,
@@ -350,7 +350,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q (B, Sq, H, D) on `keys` and, before them, on `prompt`, whose G prompts serve B / G sequences each.
 
-    q is turned by `rotary` (without `prompt`). Returns out (B, Sq, H, Dv) and lse (B, H, Sq) fp32.
+    q is rotated by `rotary` (without `prompt`). Returns out (B, Sq, H, Dv) and lse (B, H, Sq) fp32.
     """
     with _on(q.device):
         return _decode(q, keys, scale, softcap, num_splits, prompt, rotary, tile)

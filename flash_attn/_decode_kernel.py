@@ -1,6 +1,6 @@
 """Triton kernels of decoding: append to a cache, split-KV attention of few query rows, merge of the splits.
 
-    append:  cache[length + t] = k_t, turned by its position (rotary)
+    append:  cache[length + t] = k_t, rotated by its position (rotary)
     partial: out_s = softmax(scale q k_s^T) v_s and lse_s for the keys of split s
     merge:   out = sum_s exp(lse_s - lse) out_s, lse = log sum_s exp lse_s
 The query heads of a kv head (times the queries of a sequence) are the rows of one tile: a key is read once.
@@ -19,27 +19,27 @@ LN2: Any = tl.constexpr(0.6931471805599453)
 # Numbers that change from call to call; a 1 among them is no reason to compile anew.
 _LENGTHS = [
     "length_or_added", "capacity", "num_blocks", "row_blocks", "num_splits", "split_begin", "all_splits",
-    "num_positions", "turned_at", "moving",
+    "num_positions", "rotated_at", "per_row",
 ]  # fmt: skip
 
 
 @triton.jit
-def _turned(  # type: ignore[no-untyped-def]
+def _rotated(  # type: ignore[no-untyped-def]
     x, at, inside, cos, sin, position, cos_row, num_positions, d,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rows x[at] (rows, BLOCK_D), pairs turned at `position` (rows,): (a cos - b sin, a sin + b cos)."""
+    """Rows x[at] (rows, BLOCK_D), pairs rotated at `position` (rows,): (a cos - b sin, a sin + b cos)."""
     own = tl.load(x + at[:, None] + d, mask=inside, other=0.0)
     half: tl.constexpr = ROTARY_DIM // 2
     if INTERLEAVED:
         angle, partner, first = d // 2, d ^ 1, d % 2 == 0
     else:
         angle, partner, first = d % half, tl.where(d < half, d + half, d - half), d < half
-    turns = (d < ROTARY_DIM) & ((position >= 0) & (position < num_positions))[:, None]
+    rotates = (d < ROTARY_DIM) & ((position >= 0) & (position < num_positions))[:, None]
     table = position.to(tl.int64)[:, None] * cos_row + angle
-    other = tl.load(x + at[:, None] + partner, mask=inside & turns, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + table, mask=turns, other=1.0).to(tl.float32)
-    sine = tl.load(sin + table, mask=turns, other=0.0).to(tl.float32)
+    other = tl.load(x + at[:, None] + partner, mask=inside & rotates, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + table, mask=rotates, other=1.0).to(tl.float32)
+    sine = tl.load(sin + table, mask=rotates, other=0.0).to(tl.float32)
     return (own.to(tl.float32) * cosine + tl.where(first, -other, other) * sine).to(own.dtype)
 
 
@@ -80,7 +80,7 @@ def append(  # type: ignore[no-untyped-def]
     at = one + b.to(tl.int64) * k_batch + token * k_row + head * k_head
     inside = (one[:, None] == 0) & (d < HEAD_DIM)
     if ROTARY_DIM > 0:
-        key = _turned(
+        key = _rotated(
             k, at, inside, cos, sin, one + position, cos_row, num_positions, d, ROTARY_DIM, INTERLEAVED
         )
     else:
@@ -100,7 +100,7 @@ def partial(  # type: ignore[no-untyped-def]
     q_batch, q_row, q_head, k_block, k_row, k_head, v_block, v_row, v_head, out_batch, out_row, out_head,
     scale, softcap, length_or_added, capacity, page_size, num_blocks, table_row,
     window_left, window_right, seqlen_q, num_heads_k, row_blocks, num_splits,
-    queries_of_one, split_begin, all_splits, cos_row, num_positions, turned_at, moving, slopes_batch,
+    queries_of_one, split_begin, all_splits, cos_row, num_positions, rotated_at, per_row, slopes_batch,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_SEQLENS: tl.constexpr, HAS_LEFTPAD: tl.constexpr, HAS_INDEX: tl.constexpr, PAGED: tl.constexpr,
@@ -112,7 +112,7 @@ def partial(  # type: ignore[no-untyped-def]
     Results are parts [split_begin, split_begin + num_splits) of (sequences, all_splits, Hk, rows, Dv) and the
     same without Dv, fp32, base 2; with ONE_SPLIT out (B, Sq, H, Dv) and lse (B, H, Sq), natural. Where the Sq
     queries are those of several sequences on one prompt, `queries_of_one` are of each.
-    With rotary tables row o is turned at seqlens[b], or turned_at, plus moving * o.
+    With rotary tables row o is rotated at seqlens[b], or rotated_at, plus per_row * o.
     BESIDE: the kernel in front is one of these on other keys, which waited for all before it; run beside it.
     """
     if OVERLAP:  # launched before the kernel in front has ended: wait for it, and let the merge be launched
@@ -155,9 +155,9 @@ def partial(  # type: ignore[no-untyped-def]
     inside_q = real[:, None] & (d < HEAD_DIM)[None, :]
     if ROTARY_DIM > 0:
         if HAS_SEQLENS:
-            turned_at = tl.load(seqlens + b).to(tl.int32)
-        q_tile = _turned(
-            q, at, inside_q, cos, sin, turned_at + moving * query, cos_row, num_positions, d[None, :],
+            rotated_at = tl.load(seqlens + b).to(tl.int32)
+        q_tile = _rotated(
+            q, at, inside_q, cos, sin, rotated_at + per_row * query, cos_row, num_positions, d[None, :],
             ROTARY_DIM, INTERLEAVED,
         )  # fmt: skip
     else:

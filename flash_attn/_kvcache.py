@@ -1,7 +1,7 @@
 """flash_attn_with_kvcache: its arguments checked, then the kernels of decoding (_decode.py), or where they do
 not take the call (CPUs, many queries, no Triton) the op that trains (_kvcache_op.py).
 
-Both append k, v to the cache in place, turned by their positions, and return out and log-sum-exp.
+Both append k, v to the cache in place, rotated by their positions, and return out and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Call:
         return 0 if self.k is None else self.k.shape[1]
 
     @property
-    def moving(self) -> bool:
-        """Whether query row o is turned o places further than the first."""
+    def per_row(self) -> bool:
+        """Whether query row o is rotated o places further than the first."""
         return self.causal or self.window[0] >= 0 or self.window[1] >= 0
 
     def lengths(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +154,7 @@ def _on_kernels(call: Call) -> tuple[Tensor, Tensor]:
     window, rotary = _reach(call), None
     seqlens, number = (call.seqlens, 0) if isinstance(call.seqlens, Tensor) else (None, call.seqlens)
     if call.cos is not None and call.sin is not None:
-        rotary = _decode.Rotary(call.cos, call.sin, call.interleaved, call.moving, number)
+        rotary = _decode.Rotary(call.cos, call.sin, call.interleaved, call.per_row, number)
     keys = _decode.Keys(
         call.k_cache, call.v_cache, seqlens, number + call.added, call.leftpad, call.batch_idx,
         call.block_table, (window[0], 0 if call.causal else window[1]), call.slopes,
@@ -174,7 +174,7 @@ def _through_the_op(call: Call) -> tuple[Tensor, Tensor]:
     cache = _kvcache_op.open_cache(call.k_cache, call.v_cache, q.shape[0], call.batch_idx, call.block_table)
     if call.cos is not None and call.sin is not None and k is not None:
         tables = call.cos, call.sin, call.interleaved, before
-        q, k = _kvcache_op.rotate(q, *tables, call.moving), _kvcache_op.rotate(k, *tables, True)
+        q, k = _kvcache_op.rotate(q, *tables, call.per_row), _kvcache_op.rotate(k, *tables, True)
     if k is not None and call.v is not None:
         _kvcache_op.append(cache, k, call.v, before)
     length = length.clamp(0, cache.capacity)

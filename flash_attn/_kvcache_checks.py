@@ -217,7 +217,7 @@ def rotary(cos: Any, sin: Any, k: Tensor | None, q: Tensor, capacity: int) -> No
 
 
 def tables(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:
-    """Angles for every position of the cache: rows behind the tables would not be turned."""
+    """Angles for every position of the cache: rows behind the tables would not be rotated."""
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")

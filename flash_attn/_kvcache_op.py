@@ -118,9 +118,9 @@ def append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
         rows_of[rows] = torch.where(there[:, None, None], new, instead)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offsets: Tensor, moving: bool) -> Tensor:
-    """x (B, S, H, D) rotated at positions offsets + row, or all at `offsets` where not `moving`."""
-    if moving:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offsets: Tensor, per_row: bool) -> Tensor:
+    """x (B, S, H, D) rotated at positions offsets + row, or all at `offsets` where not `per_row`."""
+    if per_row:
         return _rotary.rotate(x, *_rotary.rows(x, cos, sin, offsets), interleaved)
     return _rotary.rotate(x, *_rotary.rows(x[:, :1], cos, sin, offsets), interleaved)
 
