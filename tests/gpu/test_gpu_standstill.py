@@ -2,9 +2,7 @@
 
 Kernels whose warps wait for each other can do so for ever when one of them comes late; it takes many items
 to see it once. The forward of head dims 192 and 256 lets a warpgroup leave out tiles, whose stages it must
-not release before all of its warps have waited for them. The backward takes blocks of rows that only one
-block of a cluster sees two at a time, and adds to parts of dQ that another one is about to store
-(hopper/README.md, Windows).
+not release before all of its warps have waited for them (hopper/README.md, Windows).
 """
 
 from __future__ import annotations
