@@ -109,10 +109,11 @@ def backend(
     choice = _variable(b"FLASH_ATTN_BACKEND")
     if choice not in _CHOICES:
         raise ValueError(f"FLASH_ATTN_BACKEND must be 'cuda' or 'composed', got {choice!r}")
-    if device.type == "cpu":
-        return "cpu"
-    if device.type != "cuda":
-        raise NotImplementedError(f"flash_attn runs on CPU and CUDA devices, got {device.type}")
+    kind = device.type
+    if kind == "cpu":
+        return kind
+    if kind != "cuda":
+        raise NotImplementedError(f"flash_attn runs on CPU and CUDA devices, got {kind}")
     if device.index is None and not torch.cuda.is_available():  # tensors' devices have an index
         raise RuntimeError(f"no CUDA device is there: {why_unavailable()}")
     index = torch.cuda.current_device() if device.index is None else device.index
