@@ -228,6 +228,28 @@ def test_the_models_state_comes_back(fault):
     assert {dtype for _, dtype, _ in model.seen} == {torch.float64, torch.float32}
 
 
+class TwoParts(nn.Module):
+    """A model whose part has another attention than its own configuration says, as text beside vision."""
+
+    def __init__(self):
+        super().__init__()
+        self.language, self.config = Model(), SimpleNamespace(_attn_implementation="sdpa")
+
+    def set_attn_implementation(self, name):
+        self.config._attn_implementation = self.language.config._attn_implementation = name
+
+    def forward(self, *args, **arguments):
+        return self.language(*args, **arguments)
+
+
+def test_parts_of_a_model_keep_their_own_attention():
+    model = TwoParts()
+    for _ in range(2):
+        assert check(model).passed  # attention asserts that packs run under "dualkv"
+        assert model.config._attn_implementation == "sdpa"
+        assert model.language.config._attn_implementation == "dualkv"
+
+
 class Experts(Model):
     """Its products of experts know no fp64 unless they run one after the other, as transformers' do."""
 

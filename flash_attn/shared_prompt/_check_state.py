@@ -13,6 +13,22 @@ import torch
 
 
 @contextlib.contextmanager
+def restored_attention(model: Any) -> Iterator[None]:
+    """Puts the attention of every configuration in the model back: those of its parts may differ (text and
+    vision)."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else [model]
+    configs: dict[int, Any] = {id(c): c for c in (getattr(module, "config", None) for module in modules)}
+    before = [(c, c._attn_implementation) for c in configs.values() if hasattr(c, "_attn_implementation")]
+    try:
+        yield
+    finally:
+        for config, name in before:
+            # transformers' own attribute would also set the parts of this configuration
+            inner = hasattr(config, "_attn_implementation_internal")
+            setattr(config, "_attn_implementation_internal" if inner else "_attn_implementation", name)
+
+
+@contextlib.contextmanager
 def restored_state(model: Any, named: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
     """Runs the body in eval mode without gradients; afterwards everything is as it was, the same objects."""
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
@@ -22,9 +38,8 @@ def restored_state(model: Any, named: Mapping[str, torch.nn.Parameter]) -> Itera
     ]
     training = [module.training for module in modules]
     gradients = [parameter.grad for parameter in parameters]
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     devices = sorted({p.device.index for p in named.values() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), restored_attention(model):
         try:
             for module in modules:
                 module.training = False
@@ -34,8 +49,6 @@ def restored_state(model: Any, named: Mapping[str, torch.nn.Parameter]) -> Itera
                 module.training = flag
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            if hasattr(model, "set_attn_implementation") and model.config._attn_implementation != attention:
-                model.set_attn_implementation(attention)
 
 
 class Precision:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flash_attn.shared_prompt._check_state import restored_attention
 from flash_attn.shared_prompt.log_probs import log_probs
 from flash_attn.shared_prompt.packing import PackedBatch, Rows
 from flash_attn.shared_prompt.unpacking import unpack_responses
@@ -126,11 +127,9 @@ class Steps:
         """One row at a time, twice: values for the loss first, then each row's share of its gradient."""
         self._begin()
         num_rows = len(self.rows.input_ids)
-        set_attention = getattr(self.model, "set_attn_implementation", None)
-        before = self.model.config._attn_implementation if set_attention is not None else None
-        if set_attention is not None:
-            set_attention(self.replicated_attention)
-        try:
+        with restored_attention(self.model):
+            if hasattr(self.model, "set_attn_implementation"):
+                self.model.set_attn_implementation(self.replicated_attention)
             with torch.no_grad():
                 pairs = []
                 for i in range(num_rows):
@@ -144,9 +143,6 @@ class Steps:
                 row = self._row(i)
                 if row[0].requires_grad:
                     torch.autograd.backward(row, [g[i] for g in grads])
-        finally:
-            if set_attention is not None:
-                set_attention(before)
         return {"loss": loss.detach(), "log_probs": values.detach(), "entropy": entropy.detach()}
 
     def _loss(self, values: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
