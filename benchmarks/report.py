@@ -25,10 +25,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 os.environ["SOURCE_DATE_EPOCH"] = "0"  # no date in SVG files: equal plots are equal files
 
-import attention_report  # noqa: E402
+import attention_report as attention  # noqa: E402
 import checks_report  # noqa: E402
 import decode_report  # noqa: E402
-import decoder_layer_report  # noqa: E402
+import decoder_layer_report as layer_report  # noqa: E402
 import gains_report  # noqa: E402
 import gemma4_stack as gemma4  # noqa: E402
 import kernel_report  # noqa: E402
@@ -61,11 +61,6 @@ def markdown_table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *body])
 
 
-def gains(record: dict[str, Any]) -> str:
-    """A line from each kind of measurement."""
-    return gains_report.text(record, RESULTS, markdown_table)
-
-
 def policy_update(record: dict[str, Any]) -> str:
     """`make demo`: what was run, the table, how equal both updates are."""
     from grpo.report import table_rows
@@ -94,114 +89,14 @@ def draw_policy_update(record: dict[str, Any], path: Path) -> None:
     plot(record, path)
 
 
-def kernels(rows: list[dict[str, Any]]) -> str:
-    """`make bench`: a line a problem."""
-    return kernel_report.summary(rows, markdown_table)
+def of(text: Callable[..., str]) -> Callable[[Any], str]:
+    """`text(data, markdown_table)` as a block wants it."""
+    return lambda data: text(data, markdown_table)
 
 
-def kernel_tables(rows: list[dict[str, Any]]) -> str:
-    """`make bench` and `make bench-full`: every provider on every case."""
-    return kernel_report.text(rows, markdown_table)
-
-
-def error_growth(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/error_growth.py`: the prompt's gradients against fp64."""
-    return attention_report.error_growth(rows, markdown_table)
-
-
-def break_even(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/break_even.py`: where sharing pays."""
-    return attention_report.break_even(rows, markdown_table)
-
-
-def decoder_layer(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/decoder_layer.py`: a layer of Qwen3-8B's shape, and its memory."""
-    return decoder_layer_report.text(rows, markdown_table)
-
-
-def model_update(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/verl_updates.py`: utilisation of the GPU in a whole model's update."""
-    return decoder_layer_report.model_update(rows, markdown_table)
-
-
-def cpu_attention(report: dict[str, Any]) -> str:
-    """`benchmarks/cpu_attention.py`: the CPU implementation beside SDPA."""
-    return attention_report.cpu_attention(report, markdown_table)
-
-
-def gpu_tests(report: dict[str, Any]) -> str:
-    """`make test-gpu`."""
-    return checks_report.gpu_tests(report, markdown_table)
-
-
-def sanitizer(rows: list[dict[str, Any]]) -> str:
-    """`tests/gpu/run_sanitizer.py`."""
-    return checks_report.sanitizer(rows, markdown_table)
-
-
-def build_time(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/build_time.py`: the library's build."""
-    return checks_report.build_time(rows, markdown_table)
-
-
-def trl_training(data: dict[str, Any]) -> str:
-    """`examples/grpo_reasoning_gym.py --plot --json`: both ways of training."""
-    return trl_report.training(data, markdown_table)
-
-
-def trl_agreement(data: dict[str, Any]) -> str:
-    """How far both ways of training agree."""
-    return trl_report.agreement_text(data)
-
-
-def trl_updates(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/trl_updates.py`: speed of the policy update against what FLOPs predict."""
-    return trl_report.summary(rows)
-
-
-def trl_update_tables(rows: list[dict[str, Any]]) -> str:
-    """Every cell of it."""
-    return trl_report.updates(rows, markdown_table)
-
-
-def gemma4_layers(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/run.py --cases gemma4`: global and sliding layers."""
-    return kernel_report.layers_text(rows, markdown_table)
-
-
-def gemma4_stack(record: dict[str, Any]) -> str:
-    """`benchmarks/gemma4_stack.py`: a Gemma-4-31B-shaped stack on a long prompt."""
-    return gemma4.text(record, markdown_table)
-
-
-def sequence_parallel(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/sequence_parallel.py`: an attention layer over several GPUs."""
-    return sp_report.summary(rows, markdown_table)
-
-
-def sequence_parallel_tables(rows: list[dict[str, Any]]) -> str:
-    """Every way of it, and the memory model."""
-    return sp_report.text(rows, markdown_table)
-
-
-def long_context(rows: list[dict[str, Any]]) -> str:
-    """`examples/long_context_sp.py --json`: whole updates over several GPUs."""
-    return long_context_report.text(rows, markdown_table)
-
-
-def verl_updates(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/verl_updates.py`: policy updates of veRL's worker."""
-    return verl_report.text(rows, markdown_table)
-
-
-def verl_passes(rows: list[dict[str, Any]]) -> str:
-    """Every pass of it."""
-    return verl_report.passes(rows, markdown_table)
-
-
-def decode(rows: list[dict[str, Any]]) -> str:
-    """`benchmarks/decode.py`: decoding against the memory's bandwidth."""
-    return decode_report.text(rows, markdown_table)
+def gains(demo: dict[str, Any]) -> str:
+    """A line from each kind of measurement."""
+    return gains_report.text(demo, RESULTS, markdown_table)
 
 
 OWN = "benchmarks/README.md"
@@ -209,29 +104,48 @@ BLOCKS = {
     block.name: block
     for block in (
         Block("gains", "cpu/policy_update.json", gains, None),
+        # make demo
         Block("policy_update", "cpu/policy_update.json", policy_update, draw_policy_update),
-        Block("kernels", "*/kernels.json", kernels, kernel_report.draw),
-        Block("kernel_tables", "*/kernels*.json", kernel_tables, kernel_report.draw, OWN),
-        Block("error_growth", "*/error_growth.json", error_growth, attention_report.draw_error_growth, OWN),
-        Block("break_even", "*/break_even.json", break_even, attention_report.draw_break_even, OWN),
-        Block("decoder_layer", "*/decoder_layer.json", decoder_layer, decoder_layer_report.draw, OWN),
-        Block("model_update", "*/verl_updates.json", model_update, None, OWN),
-        Block("cpu_attention", "cpu/attention.json", cpu_attention, None, OWN),
-        Block("gpu_tests", "*/tests*.json", gpu_tests, None, OWN),
-        Block("sanitizer", "*/sanitizer.json", sanitizer, None, OWN),
-        Block("build_time", "cpu/build.json", build_time, None, OWN),
-        Block("gemma4_layers", "*/gemma4_layers.json", gemma4_layers, kernel_report.draw, OWN),
-        Block("gemma4_stack", "*/gemma4_stack.json", gemma4_stack, gemma4.draw),
-        Block("decode", "*/decode.json", decode, None),
-        Block("sequence_parallel", "*/sequence_parallel.json", sequence_parallel, sp_report.draw),
-        Block("sequence_parallel_tables", "*/sequence_parallel.json", sequence_parallel_tables, None, OWN),
-        Block("long_context", "*/long_context.json", long_context, long_context_report.draw, OWN),
-        Block("trl_training", "*/trl_training.json", trl_training, trl_report.draw_training),
-        Block("trl_agreement", "*/trl_training.json", trl_agreement, None, OWN),
-        Block("trl_updates", "*/trl_updates.json", trl_updates, trl_report.draw_updates),
-        Block("trl_update_tables", "*/trl_updates.json", trl_update_tables, None, OWN),
-        Block("verl_updates", "*/verl_updates.json", verl_updates, verl_report.draw),
-        Block("verl_passes", "*/verl_updates.json", verl_passes, None, OWN),
+        # run.py (make bench, make bench-full)
+        Block("kernels", "*/kernels.json", of(kernel_report.summary), kernel_report.draw),
+        Block("kernel_tables", "*/kernels*.json", of(kernel_report.text), kernel_report.draw, OWN),
+        Block(
+            "gemma4_layers", "*/gemma4_layers.json", of(kernel_report.layers_text), kernel_report.draw, OWN
+        ),
+        # error_growth.py, break_even.py, cpu_attention.py
+        Block(
+            "error_growth",
+            "*/error_growth.json",
+            of(attention.error_growth),
+            attention.draw_error_growth,
+            OWN,
+        ),
+        Block("break_even", "*/break_even.json", of(attention.break_even), attention.draw_break_even, OWN),
+        Block("cpu_attention", "cpu/attention.json", of(attention.cpu_attention), None, OWN),
+        # decoder_layer.py, verl_updates.py
+        Block("decoder_layer", "*/decoder_layer.json", of(layer_report.text), layer_report.draw, OWN),
+        Block("model_update", "*/verl_updates.json", of(layer_report.model_update), None, OWN),
+        # gemma4_stack.py, decode.py
+        Block("gemma4_stack", "*/gemma4_stack.json", of(gemma4.text), gemma4.draw),
+        Block("decode", "*/decode.json", of(decode_report.text), None),
+        # make test-gpu, tests/gpu/run_sanitizer.py, build_time.py
+        Block("gpu_tests", "*/tests*.json", of(checks_report.gpu_tests), None, OWN),
+        Block("sanitizer", "*/sanitizer.json", of(checks_report.sanitizer), None, OWN),
+        Block("build_time", "cpu/build.json", of(checks_report.build_time), None, OWN),
+        # sequence_parallel.py, examples/long_context_sp.py
+        Block("sequence_parallel", "*/sequence_parallel.json", of(sp_report.summary), sp_report.draw),
+        Block("sequence_parallel_tables", "*/sequence_parallel.json", of(sp_report.text), None, OWN),
+        Block(
+            "long_context", "*/long_context.json", of(long_context_report.text), long_context_report.draw, OWN
+        ),
+        # trl_training.py, trl_updates.py
+        Block("trl_training", "*/trl_training.json", of(trl_report.training), trl_report.draw_training),
+        Block("trl_agreement", "*/trl_training.json", trl_report.agreement_text, None, OWN),
+        Block("trl_updates", "*/trl_updates.json", trl_report.summary, trl_report.draw_updates),
+        Block("trl_update_tables", "*/trl_updates.json", of(trl_report.updates), None, OWN),
+        # verl_updates.py
+        Block("verl_updates", "*/verl_updates.json", of(verl_report.text), verl_report.draw),
+        Block("verl_passes", "*/verl_updates.json", of(verl_report.passes), None, OWN),
     )
 }
 
