@@ -150,7 +150,8 @@ def alibi_slopes(x: Tensor | None, q: Tensor, batch: int) -> Tensor | None:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"alibi_slopes must be a float32 tensor, got {kind}")
     num_heads = q.shape[-2]
-    if x.shape not in ((num_heads,), (batch, num_heads)):
+    # Not by `in`, which Dynamo gets wrong for symbolic sizes.
+    if x.shape != (num_heads,) and x.shape != (batch, num_heads):
         raise ValueError(
             f"alibi_slopes must be (num_heads,) or (batch, num_heads) = ({batch}, {num_heads}), "
             f"got {list(x.shape)}"

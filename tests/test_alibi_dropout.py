@@ -337,6 +337,16 @@ def test_the_oracle_knows_positions() -> None:
     assert set(weights.flatten().tolist()) <= {0.0, 2.0}
 
 
+def test_slopes_made_in_a_graph_of_dynamic_shapes() -> None:
+    def attend(x: Tensor) -> Tensor:
+        return flash_attn.flash_attn_func(x, x, x, causal=True, alibi_slopes=torch.tensor([0.5, 0.25]))
+
+    torch._dynamo.reset()
+    x = torch.randn(1, 8, 2, 8)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(x), attend(x))
+
+
 def test_probabilities_are_refused_by_name_while_compiling() -> None:
     torch._dynamo.reset()
     x = torch.randn(1, 8, 2, 8)
