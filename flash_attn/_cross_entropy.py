@@ -172,7 +172,7 @@ def _check(logits: Tensor, labels: Tensor, lse: Tensor | None, ignore_index: int
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
     if labels.dtype not in _LABEL_DTYPES:
         raise TypeError(f"labels must be integers, got {labels.dtype}")
-    checks._integer("ignore_index", ignore_index)
+    checks.integer("ignore_index", ignore_index)
     if lse is not None and lse.shape != labels.shape:
         raise ValueError(f"precomputed_lse must be (rows,), got {list(lse.shape)}")
     if checks.values_are_read(labels):

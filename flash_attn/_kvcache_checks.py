@@ -186,7 +186,7 @@ def indices(
         if x is None:
             continue
         if name == "cache_seqlens" and is_number(x):
-            checks._integer(name, x)
+            checks.integer(name, x)
             continue
         index(name, x, "batch", batch, q.device)
     if block_table is None:

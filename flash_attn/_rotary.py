@@ -50,7 +50,7 @@ def check(
         if seqlen_offsets.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"seqlen_offsets must be int32 or int64, got {seqlen_offsets.dtype}")
         return
-    seqlen_offsets = checks._integer("seqlen_offsets", seqlen_offsets)
+    seqlen_offsets = checks.integer("seqlen_offsets", seqlen_offsets)
     if seqlen_offsets < 0 or seqlen_offsets + seqlen > cos.shape[0]:
         raise ValueError(
             f"cos must have rows for {seqlen_offsets} + {seqlen} positions, got {cos.shape[0]} rows"
@@ -68,7 +68,7 @@ def _packed(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[int, int]:
         raise ValueError(f"cu_seqlens must be (batch + 1,) with batch >= 1, got {list(cu_seqlens.shape)}")
     seqlen = checks.length("max_seqlen", max_seqlen)
     if checks.values_are_read(cu_seqlens):
-        checks._check_values("cu_seqlens", cu_seqlens, x.shape[0], "max_seqlen", seqlen)
+        checks.cu_seqlens_values("cu_seqlens", cu_seqlens, x.shape[0], "max_seqlen", seqlen)
     return seqlen, cu_seqlens.shape[0] - 1
 
 

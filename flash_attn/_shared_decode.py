@@ -68,7 +68,7 @@ def with_kvcache(
     batch, seqlen_q = q.shape[:2]
     num_prompts, longest = k_prompt.shape[:2]
     if _kvcache_checks.is_number(prompt_seqlens):
-        checks._integer("prompt_seqlens", prompt_seqlens)
+        checks.integer("prompt_seqlens", prompt_seqlens)
     elif prompt_seqlens is not None:
         _kvcache_checks.index("prompt_seqlens", prompt_seqlens, "num_prompts", num_prompts, q.device)
     before = _kvcache.seqlens_of(cache_seqlens, batch, k_cache.shape[1], q.device)

@@ -99,7 +99,7 @@ def options(
     if not (is_row or isinstance(window_size, Sequence)) or len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size!r}")
     for index, side in enumerate(window_size):
-        _integer(f"window_size[{index}]", side)
+        integer(f"window_size[{index}]", side)
 
 
 # Name, cu_seqlens, rows they describe, name and value of max_seqlen.
@@ -123,11 +123,13 @@ def cu_seqlens_pair(queries: _Lengths, keys: _Lengths, device: torch.device) -> 
         length = queries[1].shape[0]
         raise ValueError(f"{keys[0]} must have {queries[0]}'s length {length}, got {keys[1].shape[0]}")
     if values_are_read(queries[1]):
-        _check_values(*queries)
-        _check_values(*keys)
+        cu_seqlens_values(*queries)
+        cu_seqlens_values(*keys)
 
 
-def _check_values(name: str, x: Tensor, total: int, max_name: str, max_seqlen: int) -> None:
+def cu_seqlens_values(name: str, x: Tensor, total: int, max_name: str, max_seqlen: int) -> None:
+    """x (batch + 1,) begins at 0, does not decrease and ends within `total` rows, and no sequence is longer
+    than `max_seqlen`, which the caller knows as `max_name`. Reads the values."""
     values = x.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {_short(values)}")
@@ -255,7 +257,7 @@ def _number(name: str, x: Any) -> Any:
     raise TypeError(f"{name} must be a number, got {x!r}") from error
 
 
-def _integer(name: str, x: Any) -> int:
+def integer(name: str, x: Any) -> int:
     """An integer of 64 bits: Python's, NumPy's, a symbolic one while tracing, or a one-element tensor."""
     if isinstance(x, torch.SymInt):
         return x  # type: ignore[return-value]
@@ -271,7 +273,7 @@ def _integer(name: str, x: Any) -> int:
 
 def length(name: str, x: Any) -> int:
     """A non-negative integer."""
-    x = _integer(name, x)
+    x = integer(name, x)
     if x < 0:
         raise ValueError(f"{name} must be >= 0, got {x}")
     return x

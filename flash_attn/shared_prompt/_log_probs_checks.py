@@ -106,7 +106,7 @@ def check_options(
             raise ValueError(f"softcap must be > 0 and finite, or None, got {softcap}")
         checks.normal("softcap", softcap, dtype)
     for name, value in (("ignore_index", ignore_index), ("tile_elements", tile_elements)):
-        checks._integer(name, value)
+        checks.integer(name, value)
     if tile_elements < 1:
         raise ValueError(f"tile_elements must be at least 1, got {tile_elements}")
 
