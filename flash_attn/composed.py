@@ -117,8 +117,10 @@ def _part(
     k_lens = [sum(end - begin for begin, end in keys) for _, keys in entries]
     # A max_q of 1 would switch to a decoding variant, whose lse lies otherwise.
     max_q, max_k = max(2, *q_lens), max(1, *k_lens)
-    if window[0] >= 0 and window[1] < 0 and not causal:
-        max_k += max_q  # the kernel takes an open right side as max_k keys, too few where rows outnumber keys
+    if window != (-1, -1) and not causal:
+        # The kernel takes a right side of max_k keys for an open one, and an open one for max_k keys: neither
+        # is so where rows outnumber keys.
+        max_k += max_q
     return Part(
         q_rows=_select([rows for rows, _ in entries], device),
         k_rows=_select([interval for _, keys in entries for interval in keys], device),
@@ -145,9 +147,11 @@ def compose(
     table = [list(flat[i : i + 6]) for i in range(0, len(flat), 6)]
     table = [row for row in table if row[1] > row[0]]
     left, right = window[0], 0 if causal else window[1]
-    longest = max((row[3] - row[2] + row[5] - row[4] for row in table), default=0)
-    left = -1 if left >= longest else left
-    right = -1 if right >= longest else right
+    # The last row stands at the last key, the first as many places before it as there are rows.
+    longest_k = max((row[3] - row[2] + row[5] - row[4] for row in table), default=0)
+    longest_q = max((row[1] - row[0] for row in table), default=0)
+    left = -1 if left >= longest_k else left
+    right = -1 if right >= longest_q else right
     if left < 0 and (causal or right < 0):
         return _compose_merged(table, context_rows is None, causal, device)
     offset = context_rows or 0

@@ -147,6 +147,18 @@ def test_decomposition_is_exact(layout: dict[str, Any], options: dict[str, Any])
     check(case, attend(case))
 
 
+@pytest.mark.parametrize("window_size", [(0, 1), (2, 1), (1, 2), (0, 3), (-1, 1), (5, 4)])
+@pytest.mark.parametrize("context", [0, 1, 2])
+def test_right_sides_of_windows_where_rows_outnumber_keys(window_size: tuple[int, int], context: int) -> None:
+    """The first rows stand before all keys: a right side longer than these does not reach them all."""
+    segments = [(0, 6, 0, context, 0, 1), (6, 8, 0, context, 1, 4)]
+    case = Case(
+        segments, 8, 4, context or None, dtype=torch.bfloat16, causal=False, window_size=window_size,
+        with_dlse=True,
+    )  # fmt: skip
+    check(case, attend(case))
+
+
 def test_decomposition_random_sweep() -> None:
     for seed in range(60):
         case = random_case(seed)
