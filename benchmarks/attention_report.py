@@ -27,11 +27,13 @@ def error_growth(rows: Rows, markdown_table: Table) -> str:
     """Relative rms error of the prompt's dK and dV, a line a provider, over N and over the GQA ratio."""
     case = rows[0]["case"]
     sizes = f"P={case['P']}, R={case['R']}, d={case['d']}, {case['dtype']}"
+    apart = {row["provider"]: row["commit"][:12] for row in rows if row["commit"] != rows[0]["commit"]}
+    others = "".join(f"\nBeside library {commit}, in another run: {name}." for name, commit in apart.items())
     parts = [
         f"""\
 {machine_of(rows[0])};
 {sizes}; relative rms error of the prompt's dK / dV against fp64, in 1e-3. Ours sums in fp32 over all
-responses and query heads."""
+responses and query heads.{others}"""
     ]
     for axis, title in (("N", "responses"), ("ratio", "query heads of a key head (N=8)")):
         chosen = [row for row in rows if row["axis"] == axis]

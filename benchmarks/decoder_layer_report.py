@@ -89,7 +89,7 @@ def versus_replicated(cell: dict[str, dict[str, Any]]) -> str:
 
 
 def frontier(cells: Cells) -> list[tuple[str, ...]]:
-    """Largest micro-batch that each provider ran, a line a provider."""
+    """Largest micro-batch that each provider ran, a line a provider; "< N": N ran out at a shorter prompt."""
     prompts = sorted({prompt for prompt, _ in cells})
     providers = list(dict.fromkeys(name for cell in cells.values() for name in cell))
     lines: list[tuple[str, ...]] = [("largest micro-batch at P", *map(short, prompts))]
@@ -99,7 +99,11 @@ def frontier(cells: Cells) -> list[tuple[str, ...]]:
             own = {count: cell[name] for (p, count), cell in cells.items() if p == prompt and name in cell}
             ran = [count for count, row in own.items() if row.get("time_ms")]
             full = any(row.get("out_of_memory") for row in own.values())
-            line.append(("0" if full else "-") if not ran else f"{max(ran)}" if full else f"≥ {max(ran)}")
+            lost = [
+                n for (p, n), cell in cells.items() if p < prompt and cell.get(name, {}).get("out_of_memory")
+            ]
+            unknown = "0" if full else f"< {min(lost)}" if lost else "-"
+            line.append(unknown if not ran else f"{max(ran)}" if full else f"≥ {max(ran)}")
         lines.append((name, *line))
     return lines
 
