@@ -77,6 +77,19 @@ def versus_peer(cell: dict[str, dict[str, Any]]) -> str:
     return f"{milliseconds(own)}; {text if ratio >= 1 else f'**{text}**'}"
 
 
+def lost_text(cells: Cells) -> str:
+    """In how many cells another way is faster, and in how many of these by less than the rounds vary."""
+    pairs = [(cell.get(OURS), fastest_peer(cell)) for cell in cells.values()]
+    timed = [(own, peer) for own, peer in pairs if own and own.get("time_ms") and peer]
+    lost = [(own, peer) for own, peer in timed if peer["time_ms"] < own["time_ms"]]
+    close = [peer for own, peer in lost if peer.get("p80_ms", 0.0) >= own.get("p20_ms", float("inf"))]
+    if not lost:
+        return f"Ours is ahead in all of {len(timed)} cells with both."
+    ahead = f"Ours is ahead in {len(timed) - len(lost)} of {len(timed)} cells with both"
+    overlap = "the rounds of both overlap (20th to 80th percentile)"
+    return textwrap.fill(f"{ahead}; in {len(close)} of the other {len(lost)} {overlap}.", 110)
+
+
 def versus_replicated(cell: dict[str, dict[str, Any]]) -> str:
     """Times as fast as FA2 on replicated rows, and the ratio of executed FLOPs."""
     own, base = cell.get(OURS, {}), cell.get(BASE, {})
@@ -190,6 +203,7 @@ def text(rows: Rows, table: Table) -> str:
 One decoder layer of Qwen3-8B's shape, forward and backward, bf16, one prompt of P tokens and responses of
 U(131, 2048). Milliseconds of ours; then how many times as long the fastest other way takes, and which it is.
 Bold: it is faster than ours.{apart}{missing}
+{lost_text(cells)}
 
 {table(grid(cells, versus_peer))}
 

@@ -128,6 +128,13 @@ def test_layer_says_who_wins_and_where_memory_ends(tmp_path):
     text = decoder_layer_report.text(layer_rows(), markdown_table)
     assert "| 1K | 10; **0.90x fa4-two-call** | 10; **0.90x fa4-two-call** |" in text
     assert "| 2K | 10; 1.10x fa4-two-call | 10; 1.10x fa4-two-call |" in text
+    assert "Ours is ahead in 4 of 6 cells with both; in 0 of the other 2 the rounds of both overlap" in text
+    near = [
+        row | {"p20_ms": 0.95 * row["time_ms"], "p80_ms": 1.1 * row["time_ms"]}
+        for row in layer_rows()
+        if "time_ms" in row
+    ]
+    assert "in 2 of the other 2 the rounds" in decoder_layer_report.text(near, markdown_table)
     assert "| 4K | 2.00x (1.00) | OOM (1.67) |" in text
     assert "| fa2-replicated | ≥ 2 | ≥ 2 | 1 |" in text and "| ours | ≥ 2 | ≥ 2 | ≥ 2 |" in text
     assert "1.0 GiB + 64 KiB a row (within 0%)" in text
