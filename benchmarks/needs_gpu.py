@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 
-def require_gpu() -> None:
-    """Ends the script where torch sees no GPU."""
+def require_gpu(otherwise: str = "") -> None:
+    """Ends the script where torch sees no GPU; `otherwise`: the arguments with which it needs none."""
     if not torch.cuda.is_available():
-        sys.exit(f"{Path(sys.argv[0]).name} needs an NVIDIA GPU")
+        without = f" (on a CPU: {otherwise})" if otherwise else ""
+        sys.exit(f"{Path(sys.argv[0]).name} needs an NVIDIA GPU{without}")

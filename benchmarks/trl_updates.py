@@ -28,6 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from needs_gpu import require_gpu  # noqa: E402
 from records import read_rows, write_rows  # noqa: E402
 from run import environment  # noqa: E402
 
@@ -373,6 +374,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Times every cell; writes and returns the rows."""
     options = parse(arguments)
+    if options.device.startswith("cuda"):
+        require_gpu("--model tiny --device cpu --dtype float32")
     bench = Bench(options)
     about = environment(bench.device)
     if options.cost_model is not None and options.cost_model.exists():

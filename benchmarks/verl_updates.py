@@ -32,6 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from needs_gpu import require_gpu  # noqa: E402
 from records import merged, read_rows, write_rows  # noqa: E402
 from run import environment  # noqa: E402
 
@@ -79,7 +80,7 @@ class Cell(NamedTuple):
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--prompt-len", type=int, default=8192)
     parser.add_argument("--responses", type=int, nargs=2, default=(131, 2048), help="least and most tokens")
@@ -404,6 +405,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Times every cell; writes and returns the rows."""
     begin = time.perf_counter()
     options = parse(arguments)
+    if not options.model.startswith("tiny"):
+        require_gpu("--model tiny")
     start_processes()
     bench = Bench(options)
     is_first = torch.distributed.get_rank() == 0

@@ -89,6 +89,28 @@ def test_one_row_is_one_command(command, monkeypatch):
         importlib.import_module(Path(script).stem).main()
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "otherwise"),
+    [
+        ("trl_updates", [], "--model tiny --device cpu --dtype float32"),
+        ("trl_updates", ["--model", "tiny"], "--model tiny --device cpu --dtype float32"),
+        ("verl_updates", [], "--model tiny"),
+        ("verl_updates", ["--model", "qwen3-30b-a3b"], "--model tiny"),
+    ],
+)
+def test_a_trainers_updates_name_what_runs_without_a_gpu(script, arguments, otherwise, monkeypatch):
+    """One line before the trainer is imported; on a CPU only what is asked for."""
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py"])
+    module = importlib.import_module(script)
+    with pytest.raises(SystemExit, match=rf"^{script}\.py needs an NVIDIA GPU \(on a CPU: {otherwise}\)$"):
+        module.main(arguments)
+    for name in ("Bench", "start_processes"):
+        monkeypatch.setattr(module, name, lambda *_: sys.exit("starts"), raising=False)
+    with pytest.raises(SystemExit, match=r"^starts$"):
+        module.main(otherwise.split())
+
+
 def test_slow_calls_run_fewer_rounds(monkeypatch):
     times = {"fast": 1.0, "slow": timing.SLOW_MS + 1, "slowest": timing.ONCE_MS + 1}
     calls = []
