@@ -20,7 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from grpo.compare import TOLERANCES, compare, problems, reward_problems
-from grpo.measure import machine
+from grpo.measure import busy, machine
 from grpo.options import add_sampling, add_task_and_model, check_sampling, new_parser, require_at_least_one
 from grpo.report import as_record, plot, print_table
 from grpo.sampling import load_policy, sample, stop_tokens
@@ -87,9 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demonstration and returns the exit status."""
     options = parse(arguments)
     torch.manual_seed(options.seed)
-    dtype = DTYPES[options.dtype]
+    dtype, device = DTYPES[options.dtype], torch.device(options.device)
+    runs_on = machine(device)  # before any work of this program: its load is that of others
+    if warning := busy(runs_on):
+        print(warning)
     print("loading the model")
-    model, tokenizer, name = load_policy(options.model, dtype, torch.device(options.device))
+    model, tokenizer, name = load_policy(options.model, dtype, device)
     begin = time.perf_counter()
     groups = roll_out(model, tokenizer, options)
     sampling_seconds = time.perf_counter() - begin
@@ -101,9 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     case = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "model", "device")} | {
         "model": name
     }
-    record = as_record(
-        case, machine(torch.device(options.device)), groups, updates, differences, tolerance, sampling_seconds
-    )
+    record = as_record(case, runs_on, groups, updates, differences, tolerance, sampling_seconds)
     print_table(record)
     plot(record, options.plot)
     print(f"plot: {options.plot}")
@@ -113,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"figures: {options.json}")
     if found := problems(groups, differences, tolerance):
         return failed(found)
-    print(f"equal within rounding, and the shared update was {record['speedup']:.1f}x faster")
+    print(f"equal within rounding, and the shared update was {record['speedup']:.1f} times as fast")
     return 0
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import policy_update  # noqa: E402
 from grpo import compare, sampling, tasks, update  # noqa: E402
-from grpo.measure import Phases  # noqa: E402
+from grpo.measure import Phases, busy  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 
@@ -158,6 +158,19 @@ def test_the_program_writes_its_figures_and_succeeds(folder, monkeypatch, tmp_pa
     assert record["case"]["num_responses"] == 4 and len(record["groups"]) == record["case"]["num_groups"]
     assert record["machine"]["cpu"] and record["differences"]["gradient"] < 1e-3
     assert (tmp_path / "b" / "out.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"the shared update was {record['speedup']:.1f} times as fast\n" in output
+
+
+@pytest.mark.parametrize("load", [63.5, 0.0])
+def test_a_busy_machine_is_told_before_the_work(folder, monkeypatch, capsys, load):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(policy_update, "load_policy", lambda *_: sys.exit("loads"))
+    with pytest.raises(SystemExit, match="loads"):
+        policy_update.main(["--model", str(folder)])
+    warning = "warning: load average 63.5 for 2 threads: other work distorts the times\n" if load else ""
+    assert capsys.readouterr().out == f"{warning}loading the model\n"
+    assert busy({"load_average": 2.0, "num_threads": 2}) is None
 
 
 def test_the_program_fails_where_the_updates_differ(folder, monkeypatch, tmp_path, capsys):

@@ -96,6 +96,14 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def busy(found: dict[str, Any]) -> str | None:
+    """A warning where the load that `machine` found leaves no core to this program's threads."""
+    load, num_threads = found["load_average"], found["num_threads"]
+    if load <= num_threads:
+        return None
+    return f"warning: load average {load:.1f} for {num_threads} threads: other work distorts the times"
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -107,7 +107,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
         bars = right.bar(names, seconds, bottom=base, label=phase, color=color)
         base = [b + s for b, s in zip(base, seconds, strict=True)]
     right.bar_label(bars, [f"{v['total_seconds']:.1f} s" for v in variants])
-    right.set_title(f"one GRPO update: {record['speedup']:.1f}x faster")
+    right.set_title(f"one GRPO update: {record['speedup']:.1f} times as fast")
     right.set_ylabel("seconds")
     right.legend(frameon=False)
     for axes in (left, right):
