@@ -19,9 +19,9 @@ LOCAL_TESTS := not gpu and not multi_gpu and not slow
 .PHONY: help demo test test-trl test-verl test-openrlhf test-gpu install wheel kernels bench bench-full report lint clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
 
-demo: $(VENV)/demo.stamp  ## one GRPO update of a real model, replicated and shared: equal, and how much faster
+demo: $(VENV)/demo.stamp  ## one GRPO update of a real model, replicated and shared: equal, and how many times as fast
 	$(BIN)/python examples/policy_update.py $(ARGS)
 
 test: $(VENV)/test.stamp  ## the CPU tests
