@@ -197,7 +197,8 @@ def test_the_page_about_the_code_names_files_that_exist():
 def test_the_first_figures_are_those_of_the_table_below_them():
     head, gains = README.split("## Two commands")[0], README.split("begin gains")[1].split("end gains")[0]
     for name, factor in zip(("TRL", "veRL"), re.findall(r"(\d+\.\d) times", head), strict=True):
-        assert re.search(rf"^\| {name}'s (policy )?update.*\| {factor}x \|$", gains, re.MULTILINE), f"{name}: {factor}"
+        row = rf"^\| {name}'s (policy )?update.*\| {factor}x \|$"
+        assert re.search(row, gains, re.MULTILINE), f"{name}: {factor}"
 
 
 def test_commands_are_targets_of_the_makefile():
