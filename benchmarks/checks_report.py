@@ -30,7 +30,9 @@ def gpu_tests(report: dict[str, Any], markdown_table: Table) -> str:
     note = f" {report['note']}" if report.get("note") else ""
     where = f"{report['gpu']}, CUDA {report['cuda']}, torch {report['torch']}, Python {report['python']}"
     where += f", commit {report['commit'][:12]}"
-    if report.get("library") not in (None, report["commit"][:12]):
+    if report.get("library") == "not built":
+        where += ", no compiled library"
+    elif report.get("library") not in (None, report["commit"][:12]):
         where += f" with the library of {report['library']}"
     where += f"; {what}{seconds}.{note}"
     return f"""\

@@ -66,8 +66,8 @@ def text(rows: Rows, table: Table) -> str:
     heads = [*(NAMES[n] + ", us" for n in used), "ours, from Python"]
     heads += [f"{NAMES[n]}, from Python" for n in peers]
     copied = any((COPY, True) in by for _, by in own)
-    heads = ["a copy of as many bytes, us", "of it", *heads] if copied else heads
-    lines: list[tuple[str, ...]] = [("B, keys", "ours, us", "of the floor", *heads)]
+    heads = ["a copy of as many bytes, us", "ours, of the copy", *heads] if copied else heads
+    lines: list[tuple[str, ...]] = [("sequences, keys of each", "ours, us", "ours, of the floor", *heads)]
     for case, by in own:
         mine = by.get((OURS, True))
         time, *others = marked(mine, *(by.get((name, True)) for name in used))
@@ -79,15 +79,18 @@ def text(rows: Rows, table: Table) -> str:
     case, machine = found[0][0], f"{first['gpu']}, CUDA {first.get('cuda')}, torch {first['torch']}"
     parts = [
         f"{machine}, {first['date']}{library_of(rows)};\n"
-        f"H={case['H']}, Hk={case['Hk']}, d={case['d']}, bf16, one query token.\n"
+        f"H={case['H']}, Hk={case['Hk']}, d={case['d']} (query heads, key heads, head dim), bf16, "
+        "one query token a sequence; 8K: 8,192.\n"
         "Medians of a call in a CUDA graph of one or more, on caches of their own of 0.27 GB or more in all "
         f"(L2: 0.06).\nFloor: bytes of the caches at {first['copy_tb_s']:.2f} TB/s, "
         "a copy's in the same process; reading alone is faster.\n"
+        "Shares: time of the floor, or of the copy, over ours. The op: the kernels that train,\n"
+        "sm_90a those for Hopper, sm_80 those for every GPU from sm_80 on, here on the same one.\n"
         "Bold: faster than ours of the same kind, graph or Python.",
         table(lines),
     ]
     if on_prompts:
-        lines = [("sequences on a prompt, prompts", "prompt, own keys", "shared, us", "of the floor",
+        lines = [("sequences on a prompt, prompts", "prompt, own keys", "shared, us", "shared, of the floor",
                   "prompt copied to each, us")]  # fmt: skip
         for case, by in on_prompts:
             mine = by.get((SHARED, True))

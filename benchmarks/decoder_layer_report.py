@@ -23,6 +23,7 @@ Table = Callable[[list[tuple[str, ...]]], str]
 Cells = dict[tuple[int, int], dict[str, dict[str, Any]]]
 OURS, BASE = "ours", "fa2-replicated"
 GATHERED = ("gather-varlen", "prefix-grouper")  # which copy the prompt's keys and values
+REPEATING = (BASE, "cudnn-padded")  # whose batches repeat the prompt
 MEAN_LENGTH = (131 + 2048) / 2
 FIRST_MS = 2000.0  # of rows that do not say it: above, the first run stands
 
@@ -87,7 +88,19 @@ def lost_text(cells: Cells) -> str:
         return f"Ours is ahead in all of {len(timed)} cells with both."
     ahead = f"Ours is ahead in {len(timed) - len(lost)} of {len(timed)} cells with both"
     overlap = "the rounds of both overlap (20th to 80th percentile)"
-    return textwrap.fill(f"{ahead}; in {len(close)} of the other {len(lost)} {overlap}.", 110)
+    which = f"{len(close)} of the other {len(lost)}" if len(close) < len(lost) else f"all {len(lost)} others"
+    return textwrap.fill(f"{ahead}; in {which} {overlap}.", 110)
+
+
+def sharing_ratios(rows: Rows) -> list[tuple[float, str]]:
+    """Of cells with several responses: the fastest other way that stores a prompt once, over ours; who."""
+    ratios = []
+    for (_, count), cell in cells_of(rows).items():
+        own = cell.get(OURS, {}).get("time_ms")
+        peer = fastest_peer({name: row for name, row in cell.items() if name not in REPEATING})
+        if count > 1 and own and peer:
+            ratios.append((peer["time_ms"] / own, peer["provider"]))
+    return ratios
 
 
 def versus_replicated(cell: dict[str, dict[str, Any]]) -> str:

@@ -6,9 +6,14 @@ The cells are fixed here, so that a line shows the same problem whatever the fig
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from decoder_layer_report import sharing_ratios
+from kernel_report import step_ratios
 
 Rows = list[dict[str, Any]]
 GPU = "nvidia_h200"
@@ -43,6 +48,71 @@ def attention(rows: Rows, provider: str, n: int, p: int, r: int) -> float | None
     return sum(row["time_ms"] for row in passes) if all(passes) else None
 
 
+def span(numbers: list[int]) -> str:
+    """The smallest and the largest."""
+    return f"{min(numbers):,}" + (f" to {max(numbers):,}" if min(numbers) < max(numbers) else "")
+
+
+def demo_line(demo: dict[str, Any]) -> list[tuple[str, ...]]:
+    """`make demo`: the whole update."""
+    case, groups = demo["case"], demo["groups"]
+    seconds = [demo["variants"][way]["total_seconds"] for way in ("replicated", "shared")]
+    prompts = span([group["prompt"] for group in groups])
+    lengths = span([length for group in groups for length in group["responses"]])
+    name = f"`make demo`, a whole update (old log-probs to optimizer step) of {case['model']} on a CPU: "
+    name += (
+        f"{case['num_groups']} prompts of {prompts} tokens, {case['num_responses']} responses of {lengths} "
+    )
+    return line(f"{name}to each", *(1000 * x for x in seconds))
+
+
+def verl_line(passes: Rows) -> list[tuple[str, ...]]:
+    """A policy update of veRL's worker with one micro-batch."""
+    cell = dict(model="qwen3-8b", micro_batch=8, num_micro_batches=1, dp=1, sp=1)
+    found = [
+        find(passes, provider=way, **cell, **{"pass": "policy_update"})
+        for way in ("verl-torch-fa2", "shared")
+    ]
+    if not all(found):
+        return []
+    lengths = [length for group in found[1]["response_lens"] for length in group]
+    name = "veRL's policy update (loss, backward, optimizer step), Qwen3-8B: "
+    name += f"a prompt of {found[1]['prompt_len']:,}, {len(lengths)} responses of {span(lengths)}"
+    return line(name, *(1000 * row["seconds"] for row in found))
+
+
+def layer_line(layer: Rows) -> list[tuple[str, ...]]:
+    """A decoder layer; its file has the sum of the lengths drawn."""
+    found = [find(layer, provider=way, P=16384, mb=8) for way in ("fa2-replicated", "ours")]
+    if not all(found):
+        return []
+    name = "a decoder layer of Qwen3-8B, forward and backward: a prompt of 16,384, "
+    name += f"8 responses of 131 to 2,048 ({found[1]['case']['tokens']:,} tokens in all)"
+    return line(name, *(row["time_ms"] for row in found))
+
+
+def against_sharing(kernels: Rows, layer: Rows) -> str:
+    """How ours compares with the fastest other way that stores a prompt once."""
+
+    def factor(found: list[tuple[float, str]]) -> str:
+        ratios = [ratio for ratio, _ in found]
+        fa4 = sum(name.startswith("fa4") for _, name in found)
+        won = sum(ratio >= 1 for ratio in ratios)
+        text = f"{min(ratios):.2f} to {max(ratios):.2f} times as fast (median {median(ratios):.2f}, "
+        return f"{text}ahead in {won} of {len(ratios)}; that way is FlashAttention-4's in {fa4})"
+
+    parts = []
+    if found := step_ratios(kernels):
+        parts.append(f"attention (forward and backward, the cases of its table below) is {factor(found)}")
+    if found := sharing_ratios(layer):
+        what = "a decoder layer of Qwen3-8B (2 to 32 responses, prompts of 1K to 128K) is"
+        parts.append(f"{what} {factor(found)}")
+    if not parts:
+        return ""
+    sentence = f"Against the fastest other way that stores a prompt once too: {'; '.join(parts)}."
+    return "\n\n" + textwrap.fill(sentence, 110, break_on_hyphens=False)
+
+
 def text(demo: dict[str, Any], results: Path, table: Callable[[list[tuple[str, ...]]], str]) -> str:
     """The demo's update on a CPU, then a GPU's measurements."""
 
@@ -50,12 +120,10 @@ def text(demo: dict[str, Any], results: Path, table: Callable[[list[tuple[str, .
         path = results / GPU / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else []
 
-    case = demo["case"]
-    lines: list[tuple[str, ...]] = [("forward and backward", "replicated", "shared", "times as fast")]
-    seconds = [demo["variants"][way]["total_seconds"] for way in ("replicated", "shared")]
-    longest = max(group["prompt"] for group in demo["groups"])
-    name = f"`make demo`: {case['model']}, {case['num_groups']} prompts of {longest:,} tokens, "
-    lines += line(f"{name}{case['num_responses']} responses, CPU", *(1000 * x for x in seconds))
+    lines: list[tuple[str, ...]] = [
+        ("what is timed", "replicated", "shared", "times as fast"),
+        *demo_line(demo),
+    ]
     cell = dict(model="qwen3-1.7b", groups=8, P=4096, N=8, R=512)
     updates = rows("trl_updates")
     ways = [
@@ -63,32 +131,24 @@ def text(demo: dict[str, Any], results: Path, table: Callable[[list[tuple[str, .
     ]
     best = min((row["time_ms"] for row in ways if row), default=None)
     shared = find(updates, provider="trl-shared", **cell).get("time_ms")
-    lines += line("TRL's update, Qwen3-1.7B: 8 prompts of 4,096, 8 responses of 512", best, shared)
-    passes = rows("verl_updates")
-    cell = {
-        "model": "qwen3-8b",
-        "micro_batch": 8,
-        "num_micro_batches": 1,
-        "pass": "policy_update",
-        "dp": 1,
-        "sp": 1,
-    }
-    found = [find(passes, provider=way, **cell).get("seconds", 0) for way in ("verl-torch-fa2", "shared")]
-    lines += line("veRL's update, Qwen3-8B: a prompt of 8,192, 8 responses", *(1000 * x for x in found))
+    name = "TRL's update (loss and backward), Qwen3-1.7B: 8 prompts of 4,096, 8 responses of 512 to each"
+    lines += line(name, best, shared)
+    lines += verl_line(rows("verl_updates"))
     layer = rows("decoder_layer")
-    found = [find(layer, provider=way, P=16384, mb=8).get("time_ms") for way in ("fa2-replicated", "ours")]
-    lines += line("a decoder layer of Qwen3-8B: a prompt of 16,384, 8 responses", *found)
+    lines += layer_line(layer)
     kernels = rows("kernels")
     found = [attention(kernels, way, 28, 16384, 2048) for way in ("fa2-replicated", "ours-sm90a")]
-    lines += line("attention alone: a prompt of 16,384, 28 responses of 2,048", *found)
+    lines += line("attention, forward and backward: a prompt of 16,384, 28 responses of 2,048", *found)
     short = find(rows("break_even"), N=32, P=64, R=512)
     lines += line(
-        "attention alone, same kernels: a prompt of 64, 32 responses of 512",
+        "attention, forward and backward, same kernels: a prompt of 64, 32 responses of 512",
         short.get("replicated_ms"), short.get("shared_ms"),
     )  # fmt: skip
     gpu = next((row["gpu"] for row in kernels), "a GPU")
+    sharing = against_sharing(kernels, layer)
     return f"""\
 {table(lines)}
 
 On one {gpu} but for the first line; replicated rows run in torch's FlashAttention-2 (TRL: the faster of SDPA
-and this package's `flash_attention_2`; last line: our own kernels, where a prompt is too short to share)."""
+and this package's `flash_attention_2`; last line: our own kernels, where a prompt is too short to
+share).{sharing}"""

@@ -1,15 +1,12 @@
-"""The kernels' tables and plot, from the rows that run.py writes. report.py puts them into the README."""
+"""The kernels' tables, from the rows that run.py writes. report.py puts them into the README."""
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from built_from import library_of
-from plotting import COLORS, pyplot, thousands
 
 Rows = list[dict[str, Any]]
 
@@ -136,11 +133,6 @@ COLUMNS = {  # of the overview
     "ours, sm_90a": ("ours-sm90a",), "ours, sm_80": ("ours-sm80",), "FA2 two-call": ("fa2-two-call",),
     "cuDNN two-call": ("cudnn-two-call",), "best FA4": FA4,
 }  # fmt: skip
-BARS = {  # of the plots, in their order
-    "ours, sm_90a": ("ours-sm90a",), "best FA4": FA4, "cuDNN two-call": ("cudnn-two-call",),
-    "FlexAttention": ("flex",), "ours, sm_80": ("ours-sm80",), "FA2 two-call": ("fa2-two-call",),
-    "FA2 replicated": ("fa2-replicated",),
-}  # fmt: skip
 PEERS = ("fa2-two-call", "cudnn-two-call", "flex", "gather-varlen", "prefix-grouper", *FA4)
 
 
@@ -149,7 +141,7 @@ def _tflops(passes: dict[str, dict[str, Any]] | None) -> str:
     return " / ".join("-" if value is None else f"{value:.0f}" for value in values)
 
 
-def _best(
+def fastest(
     providers: dict[str, dict[str, dict[str, Any]]], names: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
     """The fastest of some ways, pass by pass."""
@@ -190,11 +182,32 @@ def _passes(case: str, ours: Passes, best: Passes) -> list[tuple[bool, str]]:
     return found
 
 
+def _share(passes: list[tuple[bool, str]]) -> str:
+    return f"{sum(ahead for ahead, _ in passes)} of {len(passes)}"
+
+
 def _verdict(passes: list[tuple[bool, str]]) -> str:
     lost = [name for ahead, name in passes if not ahead]
-    text = f"Ours, sm_90a, is ahead of every peer in {len(passes) - len(lost)} of {len(passes)} passes"
+    text = f"Ours, sm_90a, is ahead of every peer in {_share(passes)} passes"
     text += f"; ahead of it: {'; '.join(lost)}." if lost else "."
     return textwrap.fill(text, 110, break_on_hyphens=False)
+
+
+def shared_cases(rows: Rows) -> dict[str, dict[str, Passes]]:
+    """case -> provider -> pass -> row of shared prompts, as graphs where timed so too."""
+    found = merged([row for row in rows if "N" in row["case"]])
+    return {case: providers for case, providers in found.items() if f"{case}, graph" not in found}
+
+
+def step_ratios(rows: Rows) -> list[tuple[float, str]]:
+    """Of each case: forward and backward of the fastest peer, over ours; which peer."""
+    ratios = []
+    for providers in shared_cases(rows).values():
+        own = _step(providers.get("ours-sm90a", {}))
+        steps = [(step, name) for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
+        if own and steps:
+            ratios.append((min(steps)[0] / own, min(steps)[1]))
+    return ratios
 
 
 def overview(rows: Rows) -> tuple[list[tuple[str, ...]], list[tuple[bool, str]]]:
@@ -202,44 +215,61 @@ def overview(rows: Rows) -> tuple[list[tuple[str, ...]], list[tuple[bool, str]]]
     measured = {row["provider"] for row in rows if row.get("time_ms")}
     columns = {head: names for head, names in COLUMNS.items() if measured.intersection(names)}
     lines: list[tuple[str, ...]] = [("forward / backward, TFLOP/s", *columns, "forward", "backward", "step")]
-    found = merged([row for row in rows if "N" in row["case"]])
     passes: list[tuple[bool, str]] = []
-    for case, providers in found.items():
-        if f"{case}, graph" in found:  # launches dominate without
-            continue
-        ours, best = providers.get("ours-sm90a", {}), _best(providers, PEERS)
+    for case, providers in shared_cases(rows).items():
+        ours, best = providers.get("ours-sm90a", {}), fastest(providers, PEERS)
         steps = [step for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
         ratios = [_ratio(_time(best, direction), _time(ours, direction)) for direction in PASSES]
         passes += _passes(case, ours, best)
         ratios.append(_ratio(min(steps, default=None), _step(ours)))
-        lines.append((case, *(_tflops(_best(providers, names)) for names in columns.values()), *ratios))
+        lines.append((case, *(_tflops(fastest(providers, names)) for names in columns.values()), *ratios))
     return lines, passes
 
 
-def summary(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
-    """`overview`, where it was measured, and what its columns mean."""
+def elsewhere(others: dict[str, Rows]) -> str:
+    """In how many passes of the other files' cases ours is ahead, and in which it is not."""
+    counts = []
+    for name, rows in others.items():
+        passes = overview(rows)[1]
+        lost = [peer for ahead, peer in passes if not ahead]
+        counts.append(f"{name} {_share(passes)}" + (f" (behind {'; '.join(lost)})" if lost else ""))
+    return f" {'; '.join(counts)}." if counts else ""
+
+
+def summary(
+    rows: Rows,
+    markdown_table: Callable[[list[tuple[str, ...]]], str],
+    others: dict[str, Rows] | None = None,
+) -> str:
+    """`overview`, where it was measured, and what its columns mean; `others`: what else was measured."""
     lines, passes = overview(rows)
     found = merged([row for row in rows if "N" in row["case"]])
     c = next(row["case"] for row in rows if "N" in row["case"])
     half = any(row["case"]["dtype"] == "fp16" for row in rows)
-    sizes = f"H={c['H']}, Hk={c['Hk']}, bf16" + (", fp16 where named" if half else "")
-    others = {n for ps in found.values() for names in list(apart(ps).values())[1:] for n in names}
-    other = f" ({', '.join(sorted(others))}: also in another run)" if others else ""
-    head = f"{where(rows)}; {sizes}; providers of a case interleaved in one process{other}."
-    fa4 = (
-        '"best FA4": the fastest of FlashAttention-4\'s three ways, pass by pass.\n'
-        if "best FA4" in lines[0]
+    sizes = f"{c['H']} query heads (H), {c['Hk']} key heads (Hk), head dim d, bf16"
+    sizes += ", fp16 where named" if half else ""
+    again = {n for ps in found.values() for names in list(apart(ps).values())[1:] for n in names}
+    runs = (
+        f", but in some cases these, which ran in another process: {', '.join(sorted(again))}"
+        if again
         else ""
     )
-    return f"""\
-{textwrap.fill(head, 110, break_on_hyphens=False)}
-"two-call": what a careful user builds from existing kernels (prompt, responses on the prompt, responses on
-themselves, merged).
-{fa4}"forward", "backward": time of the fastest of all peers in that pass over ours; "step": of the peer whose
-forward and backward together are fastest. Bold: a peer wins. `benchmarks/README.md` has every row.
-{_verdict(passes)}
+    head = f"{where(rows)}; {sizes}. The ways of a case took turns in one process{runs}."
+    fa4 = """ "best FA4": the fastest of FlashAttention-4's three ways, pass by pass."""
+    about = f""""ours, sm_90a": this package's kernels for Hopper; "ours, sm_80": those for every GPU
+        from sm_80 on; both, like all others, on this GPU. "graph": calls replayed as a CUDA graph,
+        without the time that launching takes. "two-call": what a careful user builds from existing
+        kernels (prompt, responses on the prompt, responses on themselves, merged).
+        {fa4 if "best FA4" in lines[0] else ""} FlashAttention-3 has no wheel on PyPI and was not
+        measured. "forward", "backward": time of the fastest of all peers in that pass over ours; "step":
+        of the peer whose forward and backward together are fastest. Bold: a peer wins.
+        `benchmarks/README.md` has every row."""
+    verdict = f"{_verdict(passes)}{elsewhere(others or {})}"
 
-{markdown_table(lines)}"""
+    def filled(words: str) -> str:
+        return textwrap.fill(" ".join(words.split()), 110, break_on_hyphens=False)
+
+    return f"{filled(head)}\n\n{filled(about)}\n\n{filled(verdict)}\n\n{markdown_table(lines)}"
 
 
 def plain(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:
@@ -296,64 +326,3 @@ Attention of Gemma-4-31B's layers ({where};
 {case["dtype"]}, H={case["H"]}, medians; every visible pair counts once, and prompts once).{windows}
 
 {table(rows, markdown_table)}"""
-
-
-def drawn(rows: Rows) -> Rows:
-    """Of shared prompts, as CUDA graphs where a case was timed so: launches dominate it without."""
-    rows = [row for row in rows if "N" in row["case"] and row.get("tflops")]
-    graphs = {case_name(row) for row in rows if row.get("graph")}
-    return [row for row in rows if row.get("graph") or f"{case_name(row)}, graph" not in graphs]
-
-
-def panels(rows: Rows) -> list[Rows]:
-    """Cases of one head dim and dtype beside one another; single ones of others together."""
-    kinds: dict[tuple[int, str], Rows] = {}
-    for row in rows:
-        kinds.setdefault((row["case"]["d"], row["case"]["dtype"]), []).append(row)
-    single = [own for own in kinds.values() if len({case_name(row) for row in own}) == 1]
-    several = [own for own in kinds.values() if own not in single]
-    return several + ([[row for own in single for row in own]] if single else [])
-
-
-def tick(case: str) -> str:
-    """A case's name below its bars, a part a line."""
-    name = re.sub(r"(?<==)\d+", lambda found: thousands(int(found[0])), case)
-    return name.replace("(131, ", "(131,").replace(", ", "\n")
-
-
-def draw(rows: Rows, path: Path) -> None:
-    """Forward and backward TFLOP/s, a group of bars a case, a panel a head dim and dtype."""
-    plt = pyplot()
-    parts = [merged(part) for part in panels(drawn(rows))]
-    known = {name for part in parts for passes in part.values() for name in passes}
-    bars = {head: names for head, names in BARS.items() if known.intersection(names)}
-    bars = bars or {name: (name,) for name in sorted(known)}
-    widths = [len(part) for part in parts]
-    inches = 2 + (1.05 if sum(widths) < 16 else 0.68) * sum(widths)
-    figure, axes = plt.subplots(
-        2, len(parts), figsize=(max(6.0, inches), 6), sharex="col", sharey="row",
-        squeeze=False, layout="constrained", gridspec_kw={"width_ratios": widths},
-    )  # fmt: skip
-    width = 0.86 / max(len(bars), 1)
-    for line, (direction, title) in zip(axes, (("fwd", "forward"), ("bwd", "backward")), strict=True):
-        line[0].set_ylabel(f"{title}, TFLOP/s")
-        for axis, cases in zip(line, parts, strict=True):
-            there = [[head for head, names in bars.items() if _best(p, names)] for p in cases.values()]
-            for head, names in bars.items():
-                own = [(i, p) for i, p in enumerate(cases.values()) if head in there[i]]
-                heights = [_best(p, names).get(direction, {}).get("tflops") or 0 for _, p in own]
-                places = [i + (there[i].index(head) - (len(there[i]) - 1) / 2) * width for i, _ in own]
-                axis.bar(places, heights, width, label=head, color=COLORS.get(head))
-            axis.set_xticks(range(len(cases)), map(tick, cases), fontsize=7)
-            axis.grid(axis="y", alpha=0.3)
-            axis.set_axisbelow(True)
-            axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(),
-        fontsize=8,
-        ncols=4,
-        frameon=False,
-        loc="outside upper center",
-    )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

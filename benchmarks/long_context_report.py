@@ -81,18 +81,19 @@ def draw(rows: Rows, path: Path) -> None:
     cases = last_of_each(rows)
     names = [f"{shape_of(r)}\nP={r['case']['prompt_length'] // 1024}K, {r['world']} GPUs" for r in cases]
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 1.5 + 0.5 * len(cases)), layout="constrained", sharey=True
+        1, 2, figsize=(9, 1.6 + 0.5 * len(cases)), layout="constrained", sharey=True
     )
     at, begin = range(len(cases)), [0.0] * len(cases)
     for name, color in zip(PHASES, ("#a9c6ec", "#5b8fd6", "#1f4e9c", "#9a9a9a"), strict=True):
         seconds = [row["phases"].get(name, {"seconds": 0.0})["seconds"] for row in cases]
-        left.barh(at, seconds, left=begin, color=color, label=name)
+        left.barh(at, seconds, height=0.6, left=begin, color=color, label=name)
         begin = [a + b for a, b in zip(begin, seconds, strict=True)]
-    left.set_yticks(at, names, fontsize=7)
+    left.set_yticks(at, names, fontsize=9)
+    left.set_ylim(-0.6, len(cases) - 0.4)
     left.invert_yaxis()
     left.set_xlabel("seconds of an update")
-    figure.legend(loc="outside upper center", ncols=len(PHASES), frameon=False, fontsize=7)
-    right.barh(at, [peak(row) or 0.0 for row in cases], color="#1f4e9c")
+    figure.legend(loc="outside upper center", ncols=len(PHASES), frameon=False, fontsize=9)
+    right.barh(at, [peak(row) or 0.0 for row in cases], height=0.6, color="#2a9d8f")
     right.set_xlabel("peak GiB of a GPU")
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)

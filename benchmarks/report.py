@@ -31,6 +31,7 @@ import decode_report  # noqa: E402
 import decoder_layer_report as layer_report  # noqa: E402
 import gains_report  # noqa: E402
 import gemma4_stack as gemma4  # noqa: E402
+import kernel_plot  # noqa: E402
 import kernel_report  # noqa: E402
 import long_context_report  # noqa: E402
 import sequence_parallel_report as sp_report  # noqa: E402
@@ -99,6 +100,17 @@ def gains(demo: dict[str, Any]) -> str:
     return gains_report.text(demo, RESULTS, markdown_table)
 
 
+def kernels(rows: list[dict[str, Any]]) -> str:
+    """The first kernel table, and how the other files' cases of the same GPU ended."""
+    others = {}
+    for kind, words in (("full", "With fp16 and longer prompts"), ("head_dims", "with other head dims")):
+        for path in sorted(RESULTS.glob(f"*/kernels_{kind}.json")):
+            found = json.loads(path.read_text())
+            if found[0]["gpu"] == rows[0]["gpu"]:
+                others[words] = found
+    return kernel_report.summary(rows, markdown_table, others)
+
+
 OWN = "benchmarks/README.md"
 BLOCKS = {
     block.name: block
@@ -107,11 +119,9 @@ BLOCKS = {
         # make demo
         Block("policy_update", "cpu/policy_update.json", policy_update, draw_policy_update),
         # run.py (make bench, make bench-full)
-        Block("kernels", "*/kernels.json", of(kernel_report.summary), kernel_report.draw),
-        Block("kernel_tables", "*/kernels*.json", of(kernel_report.text), kernel_report.draw, OWN),
-        Block(
-            "gemma4_layers", "*/gemma4_layers.json", of(kernel_report.layers_text), kernel_report.draw, OWN
-        ),
+        Block("kernels", "*/kernels.json", kernels, kernel_plot.draw),
+        Block("kernel_tables", "*/kernels*.json", of(kernel_report.text), kernel_plot.draw, OWN),
+        Block("gemma4_layers", "*/gemma4_layers.json", of(kernel_report.layers_text), kernel_plot.draw, OWN),
         # error_growth.py, break_even.py, cpu_attention.py
         Block(
             "error_growth",

@@ -14,6 +14,7 @@ import build_time
 import checks_report
 import decoder_layer_report
 import gains_report
+import kernel_plot
 import kernel_report
 from report import markdown_table
 
@@ -68,6 +69,12 @@ def test_a_peer_that_wins_is_shown():
     text = kernel_report.summary(rows, markdown_table)
     assert "| N=8, P=1024, R=256, d=128 | 100 / 25 | 67 / 28 | 1.50x | **0.90x** | 1.32x |" in text
     assert "is ahead of every peer in 1 of 2 passes; ahead of it: fa4-two-call in the backward" in text
+    others = {"With others": rows, "in fp16": kernel_rows(CASE, ours_sm90a=(1.0, 4.0), flex=(2.0, 5.0))}
+    words = " ".join(kernel_report.summary(rows, markdown_table, others).split())
+    assert (
+        "others 1 of 2 (behind fa4-two-call in the backward of N=8, P=1024, R=256, d=128); in fp16 2 of 2."
+        in words
+    )
 
 
 def test_rows_of_several_runs_say_so():
@@ -76,7 +83,7 @@ def test_rows_of_several_runs_say_so():
     foot = f"Not of one run: ours-sm90a, fa4-gather: {'0' * 12}; flex: {'a' * 12}."
     assert foot in kernel_report.text([*old, *new], markdown_table)
     summary = " ".join(kernel_report.summary([*old, *new], markdown_table).split())
-    assert "interleaved in one process (flex: also in another run)" in summary
+    assert "in one process, but in some cases these, which ran in another process: flex." in summary
     assert f"commits {'a' * 12} and {'0' * 12}" in summary
     text = kernel_report.text(new, markdown_table)
     assert f"commit {'0' * 12}," in text and "Commit" not in text and "Not of one run" not in text
@@ -100,7 +107,7 @@ def test_who_did_not_run_is_named(tmp_path):
     text = kernel_report.text(rows, markdown_table)
     assert "- flex (N=8, P=1024, R~U(131, 256), d=128): no such thing" in text
     assert "| ours-sm90a | 1.0 | 100 | 4.0 | 25 | 5.0 | 1.0 | 0.1 |" in text
-    kernel_report.draw([*rows, *kernel_rows(CASE | {"d": 64}, ours_sm90a=(1.0, 2.0))], tmp_path / "plot.svg")
+    kernel_plot.draw([*rows, *kernel_rows(CASE | {"d": 64}, ours_sm90a=(1.0, 2.0))], tmp_path / "plot.svg")
     assert "other" not in text and "d=64" in (tmp_path / "plot.svg").read_text()
 
 
@@ -134,7 +141,7 @@ def test_layer_says_who_wins_and_where_memory_ends(tmp_path):
         for row in layer_rows()
         if "time_ms" in row
     ]
-    assert "in 2 of the other 2 the rounds" in decoder_layer_report.text(near, markdown_table)
+    assert "in all 2 others the rounds" in decoder_layer_report.text(near, markdown_table)
     assert "| 4K | 2.00x (1.00) | OOM (1.67) |" in text
     assert "| fa2-replicated | ≥ 2 | ≥ 2 | 1 |" in text and "| ours | ≥ 2 | ≥ 2 | ≥ 2 |" in text
     assert "1.0 GiB + 64 KiB a row (within 0%)" in text
@@ -196,16 +203,30 @@ def test_build_times_come_from_ninja_s_log():
 def test_gains_are_of_fixed_cells_and_leave_out_what_was_not_measured(tmp_path):
     demo = {
         "case": {"model": "a model", "num_groups": 2, "num_responses": 8},
-        "groups": [{"prompt": 90}, {"prompt": 100}],
+        "groups": [{"prompt": 90, "responses": [4, 5]}, {"prompt": 100, "responses": [9]}],
         "variants": {"replicated": {"total_seconds": 6.0}, "shared": {"total_seconds": 1.5}},
     }  # fmt: skip
     text = gains_report.text(demo, tmp_path, markdown_table)
-    assert "| `make demo`: a model, 2 prompts of 100 tokens, 8 responses, CPU | 6.0 s | 1.5 s | 4x |" in text
+    assert (
+        " on a CPU: 2 prompts of 90 to 100 tokens, 8 responses of 4 to 9 to each | 6.0 s | 1.5 s | 4x |"
+        in text
+    )
+    assert "Against" not in text
     assert "On one a GPU" in text and text.count("\n|") == 2
     case = CASE | {"N": 28, "P": 16384, "R": 2048}
     rows = kernel_rows(CASE | {"N": 28}, ours_sm90a=(9.0, 9.0))
-    rows += kernel_rows(case, ours_sm90a=(20.0, 80.0), fa2_replicated=(200.0, 600.0))
+    rows += kernel_rows(case, ours_sm90a=(20.0, 80.0), fa2_replicated=(200.0, 600.0), flex=(50.0, 90.0))
     (tmp_path / "nvidia_h200").mkdir()
     (tmp_path / "nvidia_h200" / "kernels.json").write_text(json.dumps(rows))
     text = gains_report.text(demo, tmp_path, markdown_table)
     assert "a prompt of 16,384, 28 responses of 2,048 | 800 ms | 100 ms | 8x |" in text
+    (tmp_path / "nvidia_h200" / "decoder_layer.json").write_text(json.dumps(layer_rows()))
+    words = " ".join(gains_report.text(demo, tmp_path, markdown_table).split())
+    assert (
+        "is 1.40 to 1.40 times as fast (median 1.40, ahead in 1 of 1; that way is FlashAttention-4's in 0)"
+        in words
+    )
+    assert (
+        "0.90 to 1.10 times as fast (median 1.10, ahead in 2 of 3; that way is FlashAttention-4's in 3)"
+        in words
+    )
