@@ -286,9 +286,12 @@ def test_a_call_like_one_before(interpreter: None, monkeypatch: pytest.MonkeyPat
     q, k, v = (y.where(y < 1e29, 0.5) for y in tensors(1, 16, torch.float32))
     lengths = torch.tensor([90, 60, 30], dtype=torch.int32)
     flash_attn_with_kvcache(q, k, k, cache_seqlens=lengths)  # one tensor for two
-    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
-    _decode_again._known.clear()
-    torch.testing.assert_close(out, flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths), rtol=0, atol=0)
+    strided = torch.cat([v, v], -1)[..., :16]  # v's shape
+    outs = [flash_attn_with_kvcache(q, k, x, cache_seqlens=lengths) for x in (v, strided)]
+    for out in outs:
+        _decode_again._known.clear()
+        fresh = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+        torch.testing.assert_close(out, fresh, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

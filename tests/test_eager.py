@@ -141,6 +141,8 @@ def test_what_is_remembered_by_a_tensor_goes_with_it():
     for value in "ab":
         known.set(x, value)
     assert known.get(x) == "b" and known.get(y) is None and len(known) == 1
+    known._known[id(y)] = known._known[id(x)]  # as if y had got a dead tensor's id
+    assert known.get(y) is None and known._known.pop(id(y))
     del x
     gc.collect()
     assert len(known) == 0
