@@ -140,4 +140,14 @@ constexpr TileSizes tile_sizes(int head_dim, int shared_bytes) {
     return {kForwardTiles[forward].block_m, kBackwardTiles[backward].block_n};
 }
 
+// The dQ pass takes the forward's items, so their rows must be as many on every kind of GPU.
+constexpr bool same_rows(int shared_bytes) {
+    for (ForwardTile const& tile : kDqTiles) {
+        int const row = find_tile(kDqTiles, tile.head_dim, shared_bytes, &ForwardTile::pass_shared_bytes);
+        if (kDqTiles[row].block_m != tile_sizes(tile.head_dim, shared_bytes).fwd_block_m) return false;
+    }
+    return true;
+}
+static_assert(same_rows(227 << 10) && same_rows(163 << 10) && same_rows(99 << 10));
+
 }  // namespace flash_attn::sm80
