@@ -71,7 +71,7 @@ def main() -> None:
             rows.append(facts | row)
             print({k: row[k] for k in row if k != "case"}, count, ratio, flush=True)
             clean()
-        write_rows(args.out, merged(others, rows))
+            write_rows(args.out, merged(others, rows))  # a run cut short is not lost
 
 
 if __name__ == "__main__":

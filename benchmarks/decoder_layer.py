@@ -5,8 +5,9 @@
 
 bf16, random weights; RMSNorm, projections with RMSNorm of heads and RoPE, attention, SwiGLU. A micro-batch is
 one prompt and that many responses of U(131, 2048) tokens (fixed seed). FLOPs are those that a provider
-executes: 6 per weight and token, 3.5 x 4 H d per visible pair. Where memory runs out, no larger prompt or
-micro-batch is tried. Every provider's gradients are first compared with fp32 on a small micro-batch.
+executes: 6 per weight and token, 3.5 x 4 H d per visible pair. Ways that come close to each other run in
+turn, --rounds times after one that warms up. Where memory runs out, no larger prompt or micro-batch is tried.
+Every provider's gradients are first compared with fp32 on a small micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from cases import uniform_lens  # noqa: E402
-from decoder_attention import ATTENTION, LAYOUTS, Attention, Batch  # noqa: E402
+from decoder_attention import ATTENTION, Attention, Batch  # noqa: E402
 from needs_gpu import require_gpu  # noqa: E402
 from records import merged, read_rows, write_rows  # noqa: E402
 from run import clean, environment, short  # noqa: E402
@@ -41,8 +42,11 @@ PROMPTS = (8192, 16384, 32768, 4096, 65536, 2048, 1024, 131072, 262144)
 MICRO_BATCHES = (8, 1, 32, 4, 16, 2)
 LONGEST = 2048
 TOLERANCE = 3e-2
-SLOW_MS, ENOUGH_MS = 1000.0, 150.0  # a step above the first is timed once, without a warm-up
+ROUNDS = 5
+SLOW_MS, ENOUGH_MS = 1000.0, 150.0  # of a step alone: one above the first is timed once, without a warm-up
+CLOSE = ("ours", "fa4-two-call")  # neither repeats nor copies the prompt
 PLANNED = {"cudnn-padded": 3000.0}  # in place of SLOW_MS: cuDNN chooses kernels in its first run
+SLOW_IN_TURN_MS = 3000.0  # in place of SLOW_MS where several run in turn: a prompt of 256K
 
 
 @dataclass(frozen=True)
@@ -157,14 +161,14 @@ def map_memory() -> None:
         torch.empty(max(free - 4 * 2**30, 0), dtype=torch.uint8, device="cuda")
 
 
-def measure(steps: dict[str, Step], held: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Milliseconds and peak memory of steps that run in turn; the more rounds the shorter they are.
+def measure(steps: dict[str, Step], held: dict[str, int], rounds: int) -> dict[str, dict[str, Any]]:
+    """Milliseconds and peak memory: of several steps in turn in all rounds, of one alone until it is enough.
 
     `held`: bytes of each step's own tensors, which are no part of another's peak.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    peaks, left = dict.fromkeys(steps, 0), list(steps)
-    for index in range(7):
+    peaks, left, in_turn = dict.fromkeys(steps, 0), list(steps), len(steps) > 1
+    for index in range(1 + rounds):
         for name in random.Random(index).sample(left, len(left)):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.reset_peak_memory_stats()
@@ -176,8 +180,8 @@ def measure(steps: dict[str, Step], held: dict[str, int]) -> dict[str, dict[str,
             times[name].append(begin.elapsed_time(end))
             peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
             steps[name].reset()
-            slow = times[name][-1] > PLANNED.get(name, SLOW_MS)
-            if slow or sum(times[name][1:]) > ENOUGH_MS:
+            slow = times[name][-1] > (SLOW_IN_TURN_MS if in_turn else PLANNED.get(name, SLOW_MS))
+            if slow or (sum(times[name][1:]) > ENOUGH_MS and not in_turn):
                 left.remove(name)
     found = {}
     for name, own in times.items():
@@ -189,7 +193,7 @@ def measure(steps: dict[str, Step], held: dict[str, int]) -> dict[str, dict[str,
     return found
 
 
-def measured(layer: Layer, batches: dict[str, Batch]) -> dict[str, dict[str, Any]]:
+def measured(layer: Layer, batches: dict[str, Batch], rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
     """What the steps of a micro-batch take, or why they do not run; where memory does not hold all of them,
     one by one.
     """
@@ -201,7 +205,7 @@ def measured(layer: Layer, batches: dict[str, Batch]) -> dict[str, dict[str, Any
             before = torch.cuda.memory_allocated()
             steps[name] = Step(layer, batch, name, "cuda", torch.bfloat16)
             held[name] = torch.cuda.memory_allocated() - before
-        return measure(steps, held)
+        return measure(steps, held, rounds)
     except Exception as raised:
         error = dict(error=short(raised), out_of_memory=isinstance(raised, torch.OutOfMemoryError))
     steps.clear()
@@ -209,7 +213,7 @@ def measured(layer: Layer, batches: dict[str, Batch]) -> dict[str, dict[str, Any
     clean()
     map_memory()
     if len(batches) > 1:
-        return {name: measured(layer, {name: batch})[name] for name, batch in batches.items()}
+        return {name: measured(layer, {name: batch}, rounds)[name] for name, batch in batches.items()}
     return {name: {k: v for k, v in error.items() if v} for name in batches}
 
 
@@ -221,10 +225,17 @@ def cells(prompts: list[int], micro_batches: list[int]) -> Iterator[tuple[int, i
             yield prompt, count, lens[:count]
 
 
-def in_turn(names: list[str], prompt: int) -> list[list[str]]:
-    """Packed ways together, as long as memory holds them easily, the others one by one."""
-    packed = [name for name in names if name not in LAYOUTS] if prompt <= 32768 else []
-    return ([packed] if packed else []) + [[name] for name in names if name not in packed]
+def is_close(name: str, count: int) -> bool:
+    """Whether a way comes within a few percent of ours: with one response nothing is repeated, and cuDNN's
+    rectangle has no padding.
+    """
+    return name in CLOSE or (name == "cudnn-padded" and count == 1)
+
+
+def in_turn(names: list[str], count: int) -> list[list[str]]:
+    """The ways that come close together, the others one by one."""
+    close = [name for name in names if is_close(name, count)]
+    return ([close] if close else []) + [[name] for name in names if name not in close]
 
 
 def runs_out(rows: list[dict[str, Any]], name: str, prompt: int, count: int) -> bool:
@@ -237,8 +248,11 @@ def runs_out(rows: list[dict[str, Any]], name: str, prompt: int, count: int) -> 
 
 
 def still_holds(row: dict[str, Any], facts: dict[str, Any]) -> bool:
-    """Peers' rows stand while GPU, driver and torch do; ours for this library and commit only."""
-    same = ("gpu", "driver", "torch", *(("library", "commit") if row["provider"] == "ours" else ()))
+    """Peers' rows stand while GPU, driver and torch do; ours, and what runs in turn with it, for this library
+    and commit only.
+    """
+    again = is_close(row["provider"], row["case"]["mb"])
+    same = ("gpu", "driver", "torch", *(("library", "commit") if again else ()))
     return all(row[key] == facts[key] for key in same)
 
 
@@ -251,6 +265,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=list(MICRO_BATCHES))
     known = [name for name in ATTENTION if name != "reference"]
     parser.add_argument("--providers", nargs="+", choices=known, default=known)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="that are timed, at most")
     parser.add_argument("--seconds", type=float, default=1e9, help="no new measurement after this time")
     parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
     args = parser.parse_args()
@@ -268,7 +283,7 @@ def main() -> None:
     for prompt, count, lens in cells(args.prompts, args.micro_batches):
         case = {"P": prompt, "mb": count, "tokens": sum(lens)}
         done = {row["provider"] for row in rows if row["case"] == case}
-        for names in in_turn([name for name in args.providers if name not in done], prompt):
+        for names in in_turn([name for name in args.providers if name not in done], count):
             if time.monotonic() - begin > args.seconds:
                 continue
             batches = {name: Batch.of(name, prompt, lens, "cuda") for name in names}
@@ -282,7 +297,7 @@ def main() -> None:
                 elif runs_out(rows, name, prompt, count):
                     own[name] |= dict(error="out of memory with fewer rows", out_of_memory=True)
             fine = {name: batch for name, batch in batches.items() if "error" not in own[name]}
-            for name, found in (measured(layer, fine) if fine else {}).items():
+            for name, found in (measured(layer, fine, args.rounds) if fine else {}).items():
                 own[name] |= found
                 if "time_ms" in found:
                     own[name]["tflops"] = own[name]["flops"] / found["time_ms"] / 1e9

@@ -184,8 +184,11 @@ def test_what_a_resumed_run_keeps(tmp_path):
     own, others = records.earlier(path, facts)
     assert [row["time_ms"] for row in own] == [1.23457] * 2 and others == []
     assert records.earlier(path, facts | {"library": "y"}) == ([], own)
-    assert [decoder_layer.still_holds(row, facts | {"library": "y"}) for row in rows] == [False, True]
-    assert not any(decoder_layer.still_holds(row, facts | {"gpu": "b"}) for row in rows)
+    cells = [("ours", 8), ("fa4-two-call", 8), ("cudnn-padded", 1), ("cudnn-padded", 8), ("fa2-two-call", 1)]
+    layer = [facts | {"provider": name, "case": {"P": 1024, "mb": count}} for name, count in cells]
+    holds = [decoder_layer.still_holds(row, facts | {"library": "y"}) for row in layer]
+    assert holds == [False, False, False, True, True]
+    assert not any(decoder_layer.still_holds(row, facts | {"gpu": "b"}) for row in layer)
 
 
 def test_new_measurements_take_the_places_of_old_ones():
@@ -211,7 +214,9 @@ def test_a_provider_may_be_asked_for_some_cases_only():
 
 
 def test_ways_of_a_cell_run_in_turn_and_memory_of_one_is_not_anothers(monkeypatch):
-    """Short steps run more rounds, a slow one stands after its first; what memory cannot hold is split."""
+    """Steps in turn run all rounds, one alone as many as it takes, a slow one stands after its first; what
+    memory cannot hold is split.
+    """
     clock: list[float] = []
     allocated = [0]
 
@@ -248,16 +253,20 @@ def test_ways_of_a_cell_run_in_turn_and_memory_of_one_is_not_anothers(monkeypatc
     monkeypatch.setattr(decoder_layer, "Step", Step)
     monkeypatch.setattr(decoder_layer, "map_memory", lambda: None)
     layer = decoder_layer.Layer(decoder_layer.Shape(8, 8), "cpu", decoder_layer.torch.float32)
-    slow = decoder_layer.SLOW_MS + 1
-    found = decoder_layer.measured(layer, {"short": (1.0, 10), "slow": (slow, 20)})
+    long, slow = decoder_layer.ENOUGH_MS + 1, decoder_layer.SLOW_IN_TURN_MS + 1
+    found = decoder_layer.measured(layer, {"short": (1.0, 10), "long": (long, 20), "slow": (slow, 30)}, 4)
     assert [(row["time_ms"], row["rounds"], row["warmed"], row["peak_gib"]) for row in found.values()] == [
-        (1.0, 6, True, 11.0), (slow, 1, False, 21.0),
+        (1.0, 4, True, 11.0), (long, 4, True, 21.0), (slow, 1, False, 31.0),
     ]  # fmt: skip
-    assert clock[:2] in ([1.0, slow], [slow, 1.0]) and len(clock) == 8 and allocated == [0]
+    assert set(clock[:3]) == {1.0, long, slow} and len(clock) == 11 and allocated == [0]
+    assert set(clock[3:5]) == set(clock[5:7]) == {1.0, long}
+    for ms, rounds, warmed in ((1.0, 5, True), (long, 1, True), (decoder_layer.SLOW_MS + 1, 1, False)):
+        row = decoder_layer.measured(layer, {"alone": (ms, 10)})["alone"]
+        assert (row["time_ms"], row["rounds"], row["warmed"]) == (ms, rounds, warmed)
     found = decoder_layer.measured(layer, {"fits": (1.0, 60), "too": (1.0, 60), "never": (1.0, 101)})
     assert [row.get("peak_gib") for row in found.values()] == [61.0, 61.0, None]
     assert found["never"] == {"error": "OutOfMemoryError: no memory", "out_of_memory": True}
-    assert decoder_layer.in_turn(["ours", "cudnn-padded", "gather-varlen"], 1024) == [
-        ["ours", "gather-varlen"], ["cudnn-padded"],
-    ]  # fmt: skip
-    assert decoder_layer.in_turn(["ours", "gather-varlen"], 65536) == [["ours"], ["gather-varlen"]]
+    names = ["cudnn-padded", "ours", "gather-varlen", "fa4-two-call"]
+    assert decoder_layer.in_turn(names, 8) == [["ours", "fa4-two-call"], ["cudnn-padded"], ["gather-varlen"]]
+    assert decoder_layer.in_turn(names, 1) == [["cudnn-padded", "ours", "fa4-two-call"], ["gather-varlen"]]
+    assert decoder_layer.in_turn(["gather-varlen"], 1) == [["gather-varlen"]]
