@@ -92,14 +92,14 @@ def lost_text(cells: Cells) -> str:
     return textwrap.fill(f"{ahead}; in {which} {overlap}.", 110)
 
 
-def sharing_ratios(rows: Rows) -> list[tuple[float, str]]:
+def sharing_ratios(rows: Rows) -> dict[tuple[int, int], tuple[float, str]]:
     """Of cells with several responses: the fastest other way that stores a prompt once, over ours; who."""
-    ratios = []
-    for (_, count), cell in cells_of(rows).items():
+    ratios = {}
+    for (prompt, count), cell in cells_of(rows).items():
         own = cell.get(OURS, {}).get("time_ms")
         peer = fastest_peer({name: row for name, row in cell.items() if name not in REPEATING})
         if count > 1 and own and peer:
-            ratios.append((peer["time_ms"] / own, peer["provider"]))
+            ratios[prompt, count] = (peer["time_ms"] / own, peer["provider"])
     return ratios
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from decoder_layer_report import sharing_ratios
 from kernel_report import step_ratios
+from plotting import thousands
 
 Rows = list[dict[str, Any]]
 GPU = "nvidia_h200"
@@ -104,9 +105,11 @@ def against_sharing(kernels: Rows, layer: Rows) -> str:
     parts = []
     if found := step_ratios(kernels):
         parts.append(f"attention (forward and backward, the cases of its table below) is {factor(found)}")
-    if found := sharing_ratios(layer):
-        what = "a decoder layer of Qwen3-8B (2 to 32 responses, prompts of 1K to 128K) is"
-        parts.append(f"{what} {factor(found)}")
+    if cells := sharing_ratios(layer):
+        prompts, counts = ([key[place] for key in cells] for place in (0, 1))
+        what = f"a decoder layer of Qwen3-8B ({span(counts)} responses, prompts of "
+        what += f"{thousands(min(prompts))} to {thousands(max(prompts))}) is"
+        parts.append(f"{what} {factor(list(cells.values()))}")
     if not parts:
         return ""
     sentence = f"Against the fastest other way that stores a prompt once too: {'; '.join(parts)}."
