@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from flash_attn._backend import is_capturing, stream_of
 from flash_attn._pieces import Table, check_table
 
 aten = torch.ops.aten
@@ -134,7 +135,6 @@ def _part(
     )
 
 
-@functools.lru_cache(maxsize=64)
 def compose(
     flat: tuple[int, ...],
     context_rows: int | None,
@@ -195,6 +195,33 @@ def _compose_merged(table: Table, context_in_k: bool, causal: bool, device: torc
     return parts
 
 
+# compose's arguments -> the stream that wrote the tables of its calls, and they
+_composed: dict[tuple[Any, ...], tuple[int, list[Part]]] = {}
+_MOST_COMPOSED = 64
+_in_graphs: dict[tuple[Any, ...], list[Part]] = {}  # kept: nobody says when a graph ends
+
+
+def _composed_once(*key: Any) -> list[Part]:
+    """`compose`, once for a table on a stream: another might read what this one has not written yet.
+
+    A graph that is captured takes what its warm-up has made, and keeps it: its own copies from the host would
+    read, at a replay, memory that has been given back.
+    """
+    known, device = _composed.get(key), key[-1]
+    if is_capturing(device):
+        if known is not None:
+            _in_graphs.setdefault(key, known[1])
+        if key not in _in_graphs:
+            raise RuntimeError("composed backend: run a batch once before a CUDA graph of it is captured")
+        return _in_graphs[key]
+    stream = stream_of(device)
+    if known is None or known[0] != stream:
+        if len(_composed) >= _MOST_COMPOSED:
+            _composed.clear()
+        known = _composed[key] = stream, compose(*key)
+    return known[1]
+
+
 def _take(x: Tensor, rows: Rows, dim: int = 0) -> Tensor:
     if isinstance(rows, Tensor):
         return x.index_select(dim, rows)
@@ -210,7 +237,7 @@ def _parts(
     context_rows = None if k_context is None else k_context.shape[0]
     check_table(table, q.shape[0], k.shape[0], context_rows)
     flat = tuple(value for row in table for value in row)
-    return compose(flat, context_rows, causal, (left, right), q.device), scale
+    return _composed_once(flat, context_rows, causal, (left, right), q.device), scale
 
 
 def _keys(part: Part, k: Tensor, k_context: Tensor | None) -> Tensor:

@@ -236,7 +236,8 @@ class SharedPromptLayout:
             ):
                 if need > have:
                     raise ValueError(f"{name} must hold the batch: it needs {need}, got {name}={have}")
-        tables = build_tables(prompt_lens, response_lens, boundary, capacities)
+        with torch.device("cpu"):  # whatever torch.set_default_device says
+            tables = build_tables(prompt_lens, response_lens, boundary, capacities)
         longest_q = [
             max(p - fork, fork + max(lens)) for p, lens in zip(prompt_lens, response_lens, strict=True)
         ]
@@ -342,16 +343,22 @@ class SharedPromptLayout:
         """The attention ops' `plan` for this layout: built on first use, then cached. Empty unless the CUDA
         library runs.
 
-        Layers of different head dim or window (Gemma) each have their own. No device synchronisation.
+        Layers of different head dim or window (Gemma) each have their own. No device synchronisation, so that
+        a stream other than that of the first use must wait for it, as for the layout's own tensors.
         """
-        from flash_attn import backend
+        from flash_attn._backend import backend, is_capturing
 
         window = (int(window_size[0]), int(window_size[1]))
         arguments = _PlanArguments(head_dim, num_heads_k, dtype, bool(causal), window)
-        key = (arguments, backend(self.device))
-        if key not in self._plans:
-            self._plans[key] = self._build_plan(arguments)
-        return self._plans[key]
+        kind, capturing = backend(self.device), is_capturing(self.device)
+        if kind == "composed" and capturing and self.capacities is not None:
+            raise NotImplementedError("composed backend: no CUDA graphs of layouts with capacities")
+        plan = self._plans.get((arguments, kind))
+        if plan is None:
+            plan = self._build_plan(arguments)
+            if not capturing:  # what is captured has not run yet
+                self._plans[arguments, kind] = plan
+        return plan
 
     @outside_inference_mode
     def _build_plan(self, arguments: _PlanArguments) -> list[torch.Tensor]:
