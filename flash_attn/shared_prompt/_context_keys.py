@@ -11,7 +11,7 @@ import torch
 
 from flash_attn.shared_prompt._exchange import RowExchange
 from flash_attn.shared_prompt._partition import GroupParts
-from flash_attn.shared_prompt.layout import SharedPromptLayout, move
+from flash_attn.shared_prompt.layout import SharedPromptLayout, move, outside_inference_mode
 
 
 class ContextKeys:
@@ -46,6 +46,7 @@ class ContextKeys:
         moved._plans = {}
         return moved
 
+    @outside_inference_mode
     def plan(
         self,
         num_rows: int,
@@ -57,16 +58,20 @@ class ContextKeys:
         window_size: tuple[int, int] = (-1, -1),
     ) -> list[torch.Tensor]:
         """As `SharedPromptLayout.plan`, for `num_rows` queries over these keys."""
-        from flash_attn import backend
+        from flash_attn._backend import backend, is_capturing
         from flash_attn._ops import plan_tables
 
-        key = (head_dim, num_heads_k, dtype, causal, tuple(window_size), backend(self.segments.device))
-        if key not in self._plans:
-            self._plans[key] = plan_tables(
+        device = self.segments.device
+        key = (head_dim, num_heads_k, dtype, causal, tuple(window_size), backend(device))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = plan_tables(
                 self.segments, num_rows, self.num_keys, None, self.num_context_keys, num_heads_k=num_heads_k,
                 head_dim=head_dim, dtype=dtype, causal=causal, window_size=window_size,
             )  # fmt: skip
-        return self._plans[key]
+            if not is_capturing(device):  # what is captured has not run yet
+                self._plans[key] = plan
+        return plan
 
 
 def context_keys(
