@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn import _ops, _rotary
+from flash_attn._backend import backend
 from flash_attn._calls import unit_stride_rows
 from flash_attn._checked import kernel_head_dim, op_head_dims
 from flash_attn._kvcache_checks import MAX_SPLITS
@@ -243,7 +244,7 @@ def few_queries(
         return segments, _plan(rows, cache, segments, False, (-1, -1))
 
     seqlens, others = key[0], key[1]
-    numbers = (parts, part, group, q.shape, q.dtype, cache.k.shape, *key[2:])
+    numbers = (parts, part, group, q.shape, q.dtype, cache.k.shape, backend(q.device), *key[2:])
     segments, plan = _remembered(seqlens, others, numbers, tables)
     out, lse = _run(rows, cache, segments, plan, (scale, False, (-1, -1), softcap, group))
     shape = (batch, parts, seqlen_q, group, num_heads_k)
