@@ -434,8 +434,10 @@ def _cached(tensor: torch.Tensor, function: Callable[..., Any], *arguments: int)
         return function(tensor, *arguments)
     if not hasattr(_results, "by_tensor"):
         _results.by_tensor = WeakTensorKeyDictionary()
-    found = _results.by_tensor.setdefault(tensor, {})
-    key = (function, arguments, tensor._version)
-    if key not in found:
-        found[key] = function(tensor, *arguments)
-    return found[key]
+    known = _results.by_tensor.get(tensor)
+    if known is None or known[0] != tensor._version:
+        known = _results.by_tensor[tensor] = tensor._version, {}
+    if (function, arguments) not in known[1]:
+        with torch.inference_mode(False):  # a call with gradients may be next
+            known[1][function, arguments] = function(tensor, *arguments)
+    return known[1][function, arguments]

@@ -21,10 +21,11 @@ class _Call(NamedTuple):
 
 
 @functools.cache
-def _calls(cls: Any) -> tuple[_Call, ...]:
-    """The calls in the forward of a module class; none where its source is not at hand."""
+def _calls(forward: Any) -> tuple[_Call, ...]:
+    """The calls in the forward of a module class, by the function, which other packages replace; none where
+    its source is not at hand."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):
         return ()
     loops: dict[str, str] = {}  # loop variable -> the self.attribute that it runs over
@@ -69,11 +70,11 @@ def lost_argument(backbone: torch.nn.Module, name: str) -> str | None:
         callee = f"self.{path[i]}"
         if isinstance(getattr(parent, path[i]), torch.nn.ModuleList):
             callee += "[]"
-        if any(call.callee == callee and None not in call.keywords for call in _calls(kind)):
+        if any(call.callee == callee and None not in call.keywords for call in _calls(kind.forward)):
             return f"{kind.__name__} does not pass keyword arguments on to {callee[5:]}"
     module = backbone.get_submodule(name)
     kind = type(module)
-    for call in _calls(kind):
+    for call in _calls(kind.forward):
         if call.callee != "attention_interface":
             continue
         if None not in call.keywords:

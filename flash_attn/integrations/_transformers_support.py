@@ -8,6 +8,7 @@ interface. The list of allowed layer types is closed: what is not known to be ri
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 import weakref
@@ -89,19 +90,18 @@ def remembered_attention_modules(backbone: torch.nn.Module) -> list[tuple[str, t
     return found
 
 
-_asks: dict[type, bool] = {}
-
-
 def _asks_interface(cls: Any) -> bool:
-    if cls not in _asks:
-        if not any("Attention" in base.__name__ or "Attn" in base.__name__ for base in cls.__mro__):
-            _asks[cls] = False
-        else:
-            try:
-                _asks[cls] = "attention_interface(" in inspect.getsource(inspect.unwrap(cls.forward))
-            except (OSError, TypeError):
-                _asks[cls] = False
-    return _asks[cls]
+    return _asks(cls, cls.forward)  # which other packages replace
+
+
+@functools.cache
+def _asks(cls: Any, forward: Any) -> bool:
+    if not any("Attention" in base.__name__ or "Attn" in base.__name__ for base in cls.__mro__):
+        return False
+    try:
+        return "attention_interface(" in inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):
+        return False
 
 
 def require_supported(config_or_model: Any, *, training: bool | None = None) -> None:
