@@ -56,6 +56,20 @@ def part_of(shorter: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
     return f"{100 * shorter['time_ms'] / row['time_ms']:.0f} %"
 
 
+def calls(rows: Rows) -> str:
+    """How many calls a graph has, and how much they read in all."""
+    found = [row for row in rows if row.get("graph") and "layers" in row]
+    counts = [row["layers"] for row in found]
+    gigabytes = min(row["layers"] * cache_bytes(row["case"]) for row in found) / 1e9
+    return f"{min(counts)} to {max(counts)}, each on caches of its own, {gigabytes:.2f} GB or more in all"
+
+
+def cache_bytes(case: dict[str, Any]) -> int:
+    """Of one call, 16 bit."""
+    keys = case["B"] * case["S"] + case["B"] // case["N"] * case["P"]
+    return 4 * case["d"] * case["Hk"] * keys
+
+
 def text(rows: Rows, table: Table) -> str:
     """Sequences on caches of their own, then sequences on shared prompts."""
     first, found = rows[0], cells(rows)
@@ -81,8 +95,8 @@ def text(rows: Rows, table: Table) -> str:
         f"{machine}, {first['date']}{library_of(rows)};\n"
         f"H={case['H']}, Hk={case['Hk']}, d={case['d']} (query heads, key heads, head dim), bf16, "
         "one query token a sequence; 8K: 8,192.\n"
-        "Medians of a call in a CUDA graph of one or more, on caches of their own of 0.27 GB or more in all "
-        f"(L2: 0.06).\nFloor: bytes of the caches at {first['copy_tb_s']:.2f} TB/s, "
+        f"Medians of a call in a CUDA graph of {calls(rows)} (L2: 0.06).\n"
+        f"Floor: bytes of the caches at {first['copy_tb_s']:.2f} TB/s, "
         "a copy's in the same process; reading alone is faster.\n"
         "Shares: time of the floor, or of the copy, over ours. The op: the kernels that train,\n"
         "sm_90a those for Hopper, sm_80 those for every GPU from sm_80 on, here on the same one.\n"
