@@ -16,6 +16,7 @@ from torch import Tensor
 from flash_attn import _ops
 from flash_attn._alibi_dropout import ScoreOptions
 from flash_attn._backend import backend
+from flash_attn._ops import Batch
 
 MAX_HEAD_DIM = 256
 
@@ -56,37 +57,18 @@ def _bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-class _Batch(NamedTuple):
-    """The arguments of both ops from `segments` on."""
-
-    segments: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    softmax_scale: float
-    causal: bool
-    window_size_left: int
-    window_size_right: int
-    softcap: float
-    deterministic: bool
-    alibi_slopes: Tensor | None
-    dropout_p: float
-    rng_state: Tensor | None
-
-    def options(self, num_heads: int) -> ScoreOptions:
-        return ScoreOptions(self.segments, *self[9:], num_heads)
-
-    def masks(self) -> tuple[float, bool, int, int, float]:
-        return self[3:8]
+def parse(segments: Tensor, *rest: Any) -> tuple[Batch, Extras]:
+    """Of the arguments of both ops from `segments` on."""
+    return Batch(segments, None, [], *rest[:-3]), Extras(*rest[-3:])
 
 
 def _forward_in_torch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from flash_attn import cpu
 
-    batch = _Batch(*rest)
+    batch, extras = parse(*rest)
+    options = ScoreOptions(batch.segments, *extras, q.shape[1])
     with torch.autocast(q.device.type, enabled=False):
-        return cpu.forward(
-            q, k, v, None, None, batch.segments, *batch.masks(), options=batch.options(q.shape[1])
-        )
+        return cpu.forward(q, k, v, None, None, batch.segments, *batch[5:10], options=options)
 
 
 def _backward_in_torch(
@@ -94,16 +76,16 @@ def _backward_in_torch(
 ) -> tuple[Tensor, ...]:
     from flash_attn import cpu
 
-    batch = _Batch(*rest)
+    batch, extras = parse(*rest)
+    options = ScoreOptions(batch.segments, *extras, q.shape[1])
     with torch.autocast(q.device.type, enabled=False):
         grads = cpu.backward(
-            dout, dlse, q, k, v, None, None, out, lse, batch.segments, *batch.masks(),
-            options=batch.options(q.shape[1]),
-        )  # fmt: skip
+            dout, dlse, q, k, v, None, None, out, lse, batch.segments, *batch[5:10], options=options
+        )
     return grads[:3]
 
 
-def _plan(q: Tensor, k: Tensor, batch: _Batch) -> list[Tensor]:
+def _plan(q: Tensor, k: Tensor, batch: Batch) -> list[Tensor]:
     window = (batch.window_size_left, batch.window_size_right)
     return _ops.remembered_plan(batch.segments, q, k, None, batch.causal, window, separate=True)
 
@@ -111,10 +93,10 @@ def _plan(q: Tensor, k: Tensor, batch: _Batch) -> list[Tensor]:
 def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     if backend(q.device) == "composed":
         return _forward_in_torch(q, k, v, *rest)
-    batch = _Batch(*rest)
+    batch, extras = parse(*rest)
     plan = _plan(q, k, batch)
     return torch.ops.flash_attn_cuda.fwd_extras(
-        q, k, v, batch.segments, plan, batch.softmax_scale, batch.softcap, *batch[9:]
+        q, k, v, batch.segments, plan, batch.softmax_scale, batch.softcap, *extras
     )
 
 
@@ -123,11 +105,11 @@ def _backward_cuda(
 ) -> tuple[Tensor, ...]:
     if backend(q.device) == "composed":
         return _backward_in_torch(dout, dlse, q, k, v, out, lse, *rest)
-    batch = _Batch(*rest)
+    batch, extras = parse(*rest)
     plan = _plan(q, k, batch)
     return torch.ops.flash_attn_cuda.bwd_extras(
         dout, dlse, q, k, v, out, lse, batch.segments, plan, batch.softmax_scale, batch.softcap,
-        batch.deterministic, *batch[9:],
+        batch.deterministic, *extras,
     )  # fmt: skip
 
 
