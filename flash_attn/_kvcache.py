@@ -7,6 +7,7 @@ Both append k, v to the cache in place, rotated by their positions, and return o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,30 +82,25 @@ def seqlens_of(x: int | Tensor | None, batch: int, capacity: int, device: torch.
     return torch.full((batch,), capacity if x is None else int(x), dtype=torch.int64, device=device)
 
 
-def with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
-    rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None, block_table: Tensor | None,
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
-    rotary_interleaved: bool, alibi_slopes: Tensor | None, num_splits: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The work of `flash_attn_with_kvcache`: out (B, Sq, H, Dv) and lse (B, H, Sq)."""
-    tensors = (
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-        block_table,
+def with_kvcache(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The work of `flash_attn_with_kvcache`: out (B, Sq, H, Dv) and lse (B, H, Sq). `arguments`: all of
+    `_checked`, in order."""
+    tensors, (scale, causal, window_size, softcap, interleaved, slopes, num_splits) = (
+        arguments[:_NUM_TENSORS], arguments[_NUM_TENSORS:]
     )  # fmt: skip
-    numbers = (softmax_scale, causal, softcap, rotary_interleaved, num_splits)
-    known = None if alibi_slopes is not None else _decode_again.key(tensors, window_size, numbers)
-    results = None if known is None else _decode_again.run(known, tensors)
-    if results is not None:
-        return results
-    rest = (softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits)
+    numbers = (scale, causal, softcap, interleaved, num_splits)
+    known = None if slopes is not None else _decode_again.key(tensors, window_size, numbers)
     if known is None:
-        return _checked(*tensors, *rest)
-    with _decode.listening() as launched:
-        results = _checked(*tensors, *rest)
-    _decode_again.keep(known, tensors, launched, results)
+        return _checked(*arguments)
+    results = _decode_again.run(known, tensors)
+    if results is None:
+        with _decode.listening() as launched:
+            results = _checked(*arguments)
+        _decode_again.keep(known, tensors, launched, results)
     return results
+
+
+_NUM_TENSORS = 11  # of the arguments: q to block_table
 
 
 @torch.no_grad()
@@ -115,7 +111,7 @@ def _checked(
     softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
     rotary_interleaved: bool, alibi_slopes: Tensor | None, num_splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same of arguments of a new kind."""
+    """`with_kvcache` of arguments of a new kind."""
     _kvcache_checks.shapes(q, k_cache, v_cache, k, v, block_table)
     _kvcache_checks.indices(q, k_cache.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     checks.options(0.0, softcap, window_size, q.dtype)
