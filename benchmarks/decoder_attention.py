@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from providers import _compiled_merge, _cudnn_forward, cumulative
+from providers import _cudnn_forward
 from providers_fa4 import _varlen as fa4_varlen
 from providers_gather import fa2_varlen, gather_rows, padded_fa2
+from providers_varlen import _compiled_merge, cumulative
 from torch import Tensor
 
 from flash_attn import flash_attn_shared_prompt_func

@@ -35,7 +35,7 @@ from decoder_attention import ATTENTION, Attention, Batch  # noqa: E402
 from needs_gpu import require_gpu  # noqa: E402
 from records import merged, read_rows, write_rows  # noqa: E402
 from run import clean, environment, short  # noqa: E402
-from timing import summary  # noqa: E402
+from timing import once, summary  # noqa: E402
 
 # In the order of measurement: a run that is cut short has what says most.
 PROMPTS = (8192, 16384, 32768, 4096, 65536, 2048, 1024, 131072, 262144)
@@ -170,14 +170,8 @@ def measure(steps: dict[str, Step], held: dict[str, int], rounds: int) -> dict[s
     peaks, left, in_turn = dict.fromkeys(steps, 0), list(steps), len(steps) > 1
     for index in range(1 + rounds):
         for name in random.Random(index).sample(left, len(left)):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-            begin.record()
-            steps[name]()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end))
+            times[name].append(once(steps[name]))
             peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
             steps[name].reset()
             slow = times[name][-1] > (SLOW_IN_TURN_MS if in_turn else PLANNED.get(name, SLOW_MS))

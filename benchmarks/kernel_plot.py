@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kernel_report import FA4, Passes, Rows, case_name, fastest, merged
+from kernel_report import FA3, FA4, Passes, Rows, case_name, fastest, merged
 from plotting import COLORS, pyplot, thousands
 
 Cases = dict[str, dict[str, Passes]]
 CASES_A_LINE = 8
 BARS = {  # of the plots, in their order
-    "ours, sm_90a": ("ours-sm90a",), "best FA4": FA4, "cuDNN two-call": ("cudnn-two-call",),
+    "ours, sm_90a": ("ours-sm90a",), "best FA4": FA4, "best FA3": FA3, "cuDNN two-call": ("cudnn-two-call",),
     "FlexAttention": ("flex",), "ours, sm_80": ("ours-sm80",), "FA2 two-call": ("fa2-two-call",),
     "FA2 replicated": ("fa2-replicated",),
 }  # fmt: skip

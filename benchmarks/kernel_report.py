@@ -127,13 +127,14 @@ inputs included, and what was neither there before nor returned. A dense bf16 ma
 </details>{not_run(rows)}"""
 
 
+FA3 = ("fa3-two-call", "fa3-gather")  # forward only
 FA4 = ("fa4-two-call", "fa4-gather", "fa4-block-sparse")
 PASSES = ("fwd", "bwd")
 COLUMNS = {  # of the overview
     "ours, sm_90a": ("ours-sm90a",), "ours, sm_80": ("ours-sm80",), "FA2 two-call": ("fa2-two-call",),
-    "cuDNN two-call": ("cudnn-two-call",), "best FA4": FA4,
+    "cuDNN two-call": ("cudnn-two-call",), "best FA3": FA3, "best FA4": FA4,
 }  # fmt: skip
-PEERS = ("fa2-two-call", "cudnn-two-call", "flex", "gather-varlen", "prefix-grouper", *FA4)
+PEERS = ("fa2-two-call", "cudnn-two-call", "flex", "gather-varlen", "prefix-grouper", *FA3, *FA4)
 
 
 def _tflops(passes: dict[str, dict[str, Any]] | None) -> str:
@@ -255,13 +256,14 @@ def summary(
         else ""
     )
     head = f"{where(rows)}; {sizes}. The ways of a case took turns in one process{runs}."
-    fa4 = """ "best FA4": the fastest of FlashAttention-4's three ways, pass by pass."""
+    fa4 = """"best FA4": the fastest of FlashAttention-4's three ways, pass by pass."""
+    fa3 = """"best FA3": of FlashAttention-3's two; its wheel on PyPI, fa3-fwd, has the forward only."""
     about = f""""ours, sm_90a": this package's kernels for Hopper; "ours, sm_80": those for every GPU
         from sm_80 on; both, like all others, on this GPU. "graph": calls replayed as a CUDA graph,
         without the time that launching takes. "two-call": what a careful user builds from existing
         kernels (prompt, responses on the prompt, responses on themselves, merged).
-        {fa4 if "best FA4" in lines[0] else ""} FlashAttention-3 has no wheel on PyPI and was not
-        measured. "forward", "backward": time of the fastest of all peers in that pass over ours; "step":
+        {fa4 if "best FA4" in lines[0] else ""} {fa3 if "best FA3" in lines[0] else ""}
+        "forward", "backward": time of the fastest of all peers in that pass over ours; "step":
         of the peer whose forward and backward together are fastest. Bold: a peer wins.
         `benchmarks/README.md` has every row."""
     verdict = f"{_verdict(passes)}{elsewhere(others or {})}"

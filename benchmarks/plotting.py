@@ -9,6 +9,7 @@ COLORS = {  # of what is compared: ours is blue in every plot
     "ours-deterministic": "#5b8fd6", "ours-sm80": "#a9c6ec", "ours, sm_80": "#a9c6ec",
     "best FA4": "#d95f02", "fa4-two-call": "#d95f02", "fa4-block-sparse": "#f0a35e", "fa4-gather": "#8c3b00",
     "fa4-replicated": "#c49a6c",
+    "best FA3": "#e377c2", "fa3-two-call": "#e377c2", "fa3-gather": "#b5559a", "fa3-replicated": "#f2b6dc",
     "cuDNN two-call": "#4d4d4d", "cudnn-two-call": "#4d4d4d",
     "cudnn-replicated": "#808080", "cudnn-padded": "#808080",
     "FlexAttention": "#7b5ea7", "flex": "#7b5ea7",

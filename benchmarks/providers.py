@@ -1,9 +1,9 @@
-"""Ways to compute shared-prompt attention: ours, and what torch (flash-attn-4, where installed) offers today.
+"""Ways to compute shared-prompt attention: ours, and what torch and, where installed, others offer.
 
-A provider takes a `Problem` and returns forward() -> out and backward() -> (dq, dk, dv), both packed like the
-problem: [prompt, response 1, ..., response N] for each group. "replicated": each response has its copy of the
-prompt. "two-call": prompt causal + responses on the prompt + responses on themselves, merged by log-sum-exp,
-gradients summed.
+A provider takes a `Problem` and returns forward() -> out and backward() -> (dq, dk, dv) or None, both packed
+like the problem: [prompt, response 1, ..., response N] for each group. "replicated": each response has its
+copy of the prompt. "two-call": prompt causal + responses on the prompt + responses on themselves, merged by
+log-sum-exp, gradients summed.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ from collections.abc import Callable
 
 import torch
 from cases import Case
+from providers_fa3 import FA3_PROVIDERS
+from providers_fa3 import is_installed as fa3_is_installed
 from providers_fa4 import FA4_PROVIDERS
 from providers_fa4 import find_site as find_fa4
-from providers_gather import GATHER_PROVIDERS
+from providers_gather import GATHER_PROVIDERS, fa2_varlen
+from providers_varlen import _compiled_merge, replicated, two_call
 from torch import Tensor
 
 Forward = Callable[[], Tensor]
 Backward = Callable[[], tuple[Tensor, Tensor, Tensor]]
-Pair = tuple[Forward, Backward]
+Pair = tuple[Forward, Backward | None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_REPLICATED = 1_200_000  # rows of the replicated ways; above, a call takes minutes
 aten = torch.ops.aten
 
 
 class Problem:
-    """Random inputs of a case on the GPU."""
+    """Random inputs of a case."""
 
-    def __init__(self, case: Case, seed: int = 0) -> None:
+    def __init__(self, case: Case, seed: int = 0, device: str = "cuda") -> None:
         self.case = case
-        generator = torch.Generator("cuda").manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
 
         def make(heads: int) -> Tensor:
             shape = (case.total, heads, case.head_dim)
-            return torch.randn(shape, device="cuda", dtype=DTYPES[case.dtype], generator=generator)
+            return torch.randn(shape, device=device, dtype=DTYPES[case.dtype], generator=generator)
 
         self.q, self.dout = make(case.num_heads), make(case.num_heads)
         self.k, self.v = make(case.num_heads_k), make(case.num_heads_k)
@@ -72,18 +75,6 @@ class Problem:
         """Packed rows of a replicated output."""
         n, p, r = self.one_group()
         return torch.cat([x[0, :p], x[:, p:].reshape(n * r, *x.shape[2:])])
-
-
-def _cu(*values: int) -> Tensor:
-    return torch.tensor(values, device="cuda", dtype=torch.int32)
-
-
-def _steps(count: int, length: int) -> Tensor:
-    return torch.arange(0, (count + 1) * length, length, device="cuda", dtype=torch.int32)
-
-
-def cumulative(lengths: list[int], device: str = "cuda") -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
 def _ours(problem: Problem, force_arch: str, deterministic: bool) -> Pair:
@@ -172,40 +163,13 @@ def ours_replicated(problem: Problem) -> Pair:
     return forward, backward  # type: ignore[return-value]
 
 
-def _fa2_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):  # type: ignore[no-untyped-def]
-    return aten._flash_attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale)
-
-
-def _fa2_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, rng, scale):  # type: ignore[no-untyped-def]
-    return aten._flash_attention_backward(
-        dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal, *rng, scale=scale
-    )
-
-
 def fa2_replicated(problem: Problem) -> Pair:
-    """What trainers do: torch's FlashAttention-2 over whole sequences. Replication itself is not timed."""
-    n, p, r = problem.one_group()
-    q, k, v, dout = (
-        problem.replicate(x).flatten(0, 1) for x in (problem.q, problem.k, problem.v, problem.dout)
-    )
-    if n > 1:  # the prompt's queries count once
-        dout.unflatten(0, (n, p + r))[1:, :p] = 0
-    cu, length = _steps(n, p + r), p + r
-    args = (cu, cu, length, length, True)
-    saved = _fa2_forward(q, k, v, *args, problem.scale)
+    """What trainers do: torch's FlashAttention-2 over whole sequences."""
+    return replicated(problem, *fa2_varlen(problem.scale))
 
-    def forward() -> Tensor:
-        return _fa2_forward(q, k, v, *args, problem.scale)[0]
 
-    def backward() -> tuple[Tensor, ...]:
-        return _fa2_backward(dout, q, k, v, saved[0], saved[1], *args, saved[2:4], problem.scale)
-
-    def unpack(x: Tensor) -> Tensor:
-        return x.unflatten(0, (n, p + r))
-
-    forward.packed = lambda out: problem.unreplicate(unpack(out))  # type: ignore[attr-defined]
-    backward.packed = lambda g: [problem.fold(unpack(x)) for x in g]  # type: ignore[attr-defined]
-    return forward, backward  # type: ignore[return-value]
+def fa2_two_call(problem: Problem) -> Pair:
+    return two_call(problem, *fa2_varlen(problem.scale))
 
 
 def _cudnn_forward(q, k, v, causal, scale):  # type: ignore[no-untyped-def]
@@ -236,54 +200,6 @@ def cudnn_replicated(problem: Problem) -> Pair:
 
     forward.packed = lambda out: problem.unreplicate(out.transpose(1, 2))  # type: ignore[attr-defined]
     backward.packed = lambda g: [problem.fold(x.transpose(1, 2)) for x in g]  # type: ignore[attr-defined]
-    return forward, backward  # type: ignore[return-value]
-
-
-def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts of a softmax to the whole; lse (rows, heads, 1)."""
-    lse = torch.logaddexp(lse_a, lse_b)
-    out = out_a.float() * (lse_a - lse).exp() + out_b.float() * (lse_b - lse).exp()
-    return out.to(out_a.dtype), lse
-
-
-_compiled_merge = torch.compile(_merge, dynamic=True)
-
-
-def fa2_two_call(problem: Problem) -> Pair:
-    p, lens = problem.group()
-    (qc, qd), (kc, kd), (vc, vd), (dc, dd) = (
-        (x[:p], x[p:]) for x in (problem.q, problem.k, problem.v, problem.dout)
-    )
-    rows, longest = sum(lens), max(lens)
-    prompt, flat, each = _cu(0, p), _cu(0, rows), cumulative(lens)
-    on_self = (prompt, prompt, p, p, True)
-    on_prompt = (flat, prompt, rows, p, False)
-    on_own = (each, each, longest, longest, True)
-    scale = problem.scale
-
-    def run() -> tuple:
-        a = _fa2_forward(qc, kc, vc, *on_self, scale)
-        x = _fa2_forward(qd, kc, vc, *on_prompt, scale)
-        y = _fa2_forward(qd, kd, vd, *on_own, scale)
-        out, lse = _compiled_merge(x[0], x[1].t().unsqueeze(-1), y[0], y[1].t().unsqueeze(-1))
-        return a, out, lse
-
-    a, out, lse = run()
-    lse = lse.squeeze(-1).t().contiguous()
-    rng = a[2:4]
-
-    def forward() -> tuple[Tensor, Tensor]:
-        first, second, _ = run()
-        return first[0], second
-
-    def backward() -> tuple[tuple[Tensor, Tensor], ...]:
-        g = _fa2_backward(dc, qc, kc, vc, a[0], a[1], *on_self, rng, scale)
-        g1 = _fa2_backward(dd, qd, kc, vc, out, lse, *on_prompt, rng, scale)
-        g2 = _fa2_backward(dd, qd, kd, vd, out, lse, *on_own, rng, scale)
-        return (g[0], g1[0] + g2[0]), (g[1] + g1[1], g2[1]), (g[2] + g1[2], g2[2])
-
-    forward.packed = torch.cat  # type: ignore[attr-defined]
-    backward.packed = lambda g: [torch.cat(x) for x in g]  # type: ignore[attr-defined]
     return forward, backward  # type: ignore[return-value]
 
 
@@ -390,5 +306,7 @@ PROVIDERS: dict[str, Callable[[Problem], Pair]] = {
     "flex": flex,
     **GATHER_PROVIDERS,
 }
+if fa3_is_installed():
+    PROVIDERS |= FA3_PROVIDERS
 if find_fa4() is not None:
     PROVIDERS |= FA4_PROVIDERS

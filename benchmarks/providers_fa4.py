@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-import torch
 from providers_fa4_sparse import fa4_block_sparse
 from providers_gather import gathered
+from providers_varlen import replicated, two_call
 from torch import Tensor
 
 import flash_attn
@@ -40,10 +40,7 @@ def _functions():  # type: ignore[no-untyped-def]
 
 
 def _varlen(scale: float):  # type: ignore[no-untyped-def]
-    """forward(q, k, v, shape) -> out, lse and backward(dout, q, k, v, out, lse, shape) of FA4's varlen call.
-
-    shape: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal.
-    """
+    """FA4's varlen call, as providers_varlen.py takes it."""
     fa4_forward, fa4_backward = _functions()
 
     def options(shape: tuple) -> dict:
@@ -61,65 +58,11 @@ def _varlen(scale: float):  # type: ignore[no-untyped-def]
 
 
 def fa4_replicated(problem):  # type: ignore[no-untyped-def]
-    from providers import _steps
-
-    n, p, r = problem.one_group()
-    call, grad = _varlen(problem.scale)
-    q, k, v, dout = (
-        problem.replicate(x).flatten(0, 1) for x in (problem.q, problem.k, problem.v, problem.dout)
-    )
-    if n > 1:
-        dout.unflatten(0, (n, p + r))[1:, :p] = 0
-    cu = _steps(n, p + r)
-    shape = (cu, cu, p + r, p + r, True)
-    out, lse = call(q, k, v, shape)
-
-    def forward() -> Tensor:
-        return call(q, k, v, shape)[0]
-
-    def backward() -> tuple[Tensor, ...]:
-        return grad(dout, q, k, v, out, lse, shape)
-
-    forward.packed = lambda x: problem.unreplicate(x.unflatten(0, (n, p + r)))  # type: ignore[attr-defined]
-    backward.packed = lambda g: [problem.fold(x.unflatten(0, (n, p + r))) for x in g]  # type: ignore[attr-defined]
-    return forward, backward
+    return replicated(problem, *_varlen(problem.scale))
 
 
 def fa4_two_call(problem):  # type: ignore[no-untyped-def]
-    from providers import _compiled_merge, _cu, cumulative
-
-    p, lens = problem.group()
-    call, grad = _varlen(problem.scale)
-    (qc, qd), (kc, kd), (vc, vd), (dc, dd) = (
-        (x[:p], x[p:]) for x in (problem.q, problem.k, problem.v, problem.dout)
-    )
-    rows, longest = sum(lens), max(lens)
-    prompt, flat, each = _cu(0, p), _cu(0, rows), cumulative(lens)
-    on_self, on_prompt = (prompt, prompt, p, p, True), (flat, prompt, rows, p, False)
-    on_own = (each, each, longest, longest, True)
-
-    def run() -> tuple:
-        a = call(qc, kc, vc, on_self)
-        x = call(qd, kc, vc, on_prompt)
-        y = call(qd, kd, vd, on_own)
-        return a, *_compiled_merge(x[0], x[1].t().unsqueeze(-1), y[0], y[1].t().unsqueeze(-1))
-
-    a, out, lse = run()
-    lse = lse.squeeze(-1).t().contiguous()
-
-    def forward() -> tuple[Tensor, Tensor]:
-        first, second, _ = run()
-        return first[0], second
-
-    def backward() -> tuple[tuple[Tensor, Tensor], ...]:
-        g = grad(dc, qc, kc, vc, *a, on_self)
-        g1 = grad(dd, qd, kc, vc, out, lse, on_prompt)
-        g2 = grad(dd, qd, kd, vd, out, lse, on_own)
-        return (g[0], g1[0] + g2[0]), (g[1] + g1[1], g2[1]), (g[2] + g1[2], g2[2])
-
-    forward.packed = torch.cat  # type: ignore[attr-defined]
-    backward.packed = lambda g: [torch.cat(x) for x in g]  # type: ignore[attr-defined]
-    return forward, backward
+    return two_call(problem, *_varlen(problem.scale))
 
 
 def fa4_gather(problem):  # type: ignore[no-untyped-def]

@@ -9,22 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from providers_varlen import Varlen, cumulative
 from torch import Tensor
 
 aten = torch.ops.aten
 
 
 def fa2_varlen(scale: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """forward(q, k, v, shape) -> out, lse; backward(dout, q, k, v, out, lse, shape): of torch's FA2.
-
-    shape: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal (aligned bottom-right).
-    """
+    """The varlen call of torch's FA2, as providers_varlen.py takes it."""
     state: dict[str, Any] = {}  # the unused seeds of dropout
 
     def forward(q: Tensor, k: Tensor, v: Tensor, shape: tuple) -> tuple[Tensor, Tensor]:
         *sizes, causal = shape
         found = aten._flash_attention_forward(q, k, v, *sizes, 0.0, causal, False, scale=scale)
-        state["seeds"] = found[2:4]
+        state.setdefault("seeds", found[2:4])
         return found[0], found[1]
 
     def backward(dout, q, k, v, out, lse, shape):  # type: ignore[no-untyped-def]
@@ -37,10 +35,8 @@ def fa2_varlen(scale: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
-def gather_rows(p: int, lens: list[int], device: str = "cuda") -> tuple[Tensor, tuple]:
+def gather_rows(p: int, lens: list[int], device: torch.device | str = "cuda") -> tuple[Tensor, tuple]:
     """Rows of K and V in the order [prompt, (prompt, response 1), ...], and the varlen call's shape."""
-    from providers import cumulative
-
     prompt = torch.arange(p)
     ends = torch.tensor([p, *lens]).cumsum(0).tolist()
     own = [torch.arange(end - r, end) for end, r in zip(ends[1:], lens, strict=True)]
@@ -49,18 +45,20 @@ def gather_rows(p: int, lens: list[int], device: str = "cuda") -> tuple[Tensor, 
     return index.to(device), (*steps, max(p, *lens), p + max(lens), True)
 
 
-def gathered(problem: Any, call: Callable[..., Any], grad: Callable[..., Any]) -> Any:
+def gathered(problem: Any, call: Varlen, grad: Varlen | None) -> Any:
     """K and V gathered to [prompt, response n], one varlen call; gradients index_add'ed back."""
-    index, shape = gather_rows(*problem.group())
+    index, shape = gather_rows(*problem.group(), problem.q.device)
 
     def run() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         k, v = problem.k.index_select(0, index), problem.v.index_select(0, index)
         return *call(problem.q, k, v, shape), k, v
 
-    out, lse, k, v = run()  # the gathered copies are kept for the backward, as autograd keeps them
-
     def forward() -> Tensor:
         return run()[0]
+
+    if grad is None:
+        return forward, None
+    out, lse, k, v = run()  # the gathered copies are kept for the backward, as autograd keeps them
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = grad(problem.dout, problem.q, k, v, out, lse, shape)

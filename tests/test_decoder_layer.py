@@ -1,4 +1,4 @@
-"""The ways of the layer benchmark compute one thing: on a CPU, by this package's varlen attention in fp64."""
+"""The ways of the benchmarks compute one thing: on a CPU, by this package's varlen attention in fp64."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import decoder_attention
+import providers_fa3
+import providers_varlen
+import run
+from cases import Case
 from decoder_attention import ATTENTION, Batch
 from decoder_layer import Layer, Shape, gradients
+from providers import PROVIDERS, Problem
+from providers_gather import gathered
 
 from flash_attn import flash_attn_varlen_func
 
@@ -42,7 +48,7 @@ def varlen_calls(scale: float):
             loss = (part * weight.detach() * dout).sum()
             delta_part = (dout * part).sum(-1, keepdim=True)
             loss = loss + (part_lse.t().unsqueeze(-1) * (weight * (delta_part - delta)).detach()).sum()
-            return torch.autograd.grad(loss, own)
+            return [x.to(q.dtype) for x in torch.autograd.grad(loss, own)]
 
     return call, grad
 
@@ -64,7 +70,7 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_has_the_gradients_of_the_mask(name, layer, monkeypatch):
     monkeypatch.setitem(ATTENTION, name, WAYS[name])
-    monkeypatch.setattr(decoder_attention, "_compiled_merge", decoder_attention._compiled_merge.__wrapped__)
+    monkeypatch.setattr(decoder_attention, "_compiled_merge", providers_varlen._merge)
     batches = [Batch.of(provider, PROMPT, LENS, "cpu") for provider in (name, "reference")]
     got, want = (
         gradients(layer, batch, provider, "cpu", torch.float64)
@@ -72,6 +78,46 @@ def test_every_way_has_the_gradients_of_the_mask(name, layer, monkeypatch):
     )
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+VARLEN_WAYS = {
+    "replicated": providers_varlen.replicated, "two-call": providers_varlen.two_call, "gathered": gathered,
+}  # fmt: skip
+
+
+def uncompiled(monkeypatch) -> None:
+    monkeypatch.setattr(providers_varlen, "_compiled_merge", providers_varlen._merge)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("name", VARLEN_WAYS)
+def test_ways_made_of_a_varlen_call_agree_with_the_mask(name, ragged, monkeypatch):
+    uncompiled(monkeypatch)
+    problem = Problem(Case(3, 37, 140, 4, 2, 32, ragged=ragged), device="cpu")
+    if ragged and name == "replicated":
+        with pytest.raises(NotImplementedError, match="responses of one length"):
+            VARLEN_WAYS[name](problem, *varlen_calls(problem.scale))
+        return
+    got = run.packed(VARLEN_WAYS[name](problem, *varlen_calls(problem.scale)))
+    for x, y in zip(got, run.reference(problem), strict=True):
+        assert float((x.detach().float() - y).norm() / y.norm()) < run.TOLERANCE
+
+
+def test_a_library_without_a_backward_has_the_forward_only(monkeypatch):
+    """FlashAttention-3 of PyPI: checked and timed in the forward, no row of the backward."""
+    uncompiled(monkeypatch)
+    monkeypatch.setattr(providers_fa3, "_varlen", lambda scale: (varlen_calls(scale)[0], None))
+    problem = Problem(Case(2, 37, 20, 4, 2, 32), device="cpu")
+    want = run.reference(problem)[:1]
+    for make in providers_fa3.FA3_PROVIDERS.values():
+        for x, y in zip(run.packed(make(problem)), want, strict=True):
+            assert float((x.float() - y).norm() / y.norm()) < run.TOLERANCE
+    monkeypatch.setattr(run, "Problem", lambda case: Problem(case, device="cpu"))
+    monkeypatch.setitem(PROVIDERS, "fa3-two-call", providers_fa3.fa3_two_call)
+    case = Case(3, 40, 30, 4, 2, 32)
+    assert run.what_is_wrong("fa3-two-call", case) is None
+    monkeypatch.setitem(PROVIDERS, "fa3-two-call", lambda problem: (lambda: 2 * problem.q, None))
+    assert "out is wrong" in str(run.what_is_wrong("fa3-two-call", case))
 
 
 def test_executed_work_is_that_of_the_layout():

@@ -77,6 +77,15 @@ def test_a_peer_that_wins_is_shown():
     )
 
 
+def test_a_way_without_a_backward_counts_in_the_forward():
+    rows = kernel_rows(CASE, ours_sm90a=(1.0, 4.0), flex=(2.0, 9.0))
+    rows += [row for row in kernel_rows(CASE, fa3_gather=(0.5, 1.0)) if row["pass"] == "fwd"]
+    text = kernel_report.summary(rows, markdown_table)
+    assert "| N=8, P=1024, R=256, d=128 | 100 / 25 | 200 / - | **0.50x** | 2.25x | 2.20x |" in text
+    assert "fa3-fwd, has the forward only" in " ".join(text.split())
+    assert "| fa3-gather | 0.5 | 200 | - | - | - | - | - |" in kernel_report.text(rows, markdown_table)
+
+
 def test_rows_of_several_runs_say_so():
     old = [row | {"commit": "a" * 40} for row in kernel_rows(CASE, flex=(9.0, 9.0))]
     new = kernel_rows(CASE, ours_sm90a=(1.0, 4.0), fa4_gather=(2.0, 5.0))
