@@ -7,6 +7,8 @@ Used by ops/triton/layer_norm.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -131,6 +133,100 @@ def layer_norm_linear_fn(
     y, r = layer_norm_fn(x, norm_weight, norm_bias, residual, eps=eps, **options)  # type: ignore[arg-type]
     out = F.linear(y, linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype))  # type: ignore[arg-type]
     return (out, r) if prenorm else out  # type: ignore[return-value]
+
+
+class LayerNormFn:
+    """flash-attn's autograd class of `layer_norm_fn`, by its `apply`."""
+
+    apply = staticmethod(layer_norm_fn)
+
+
+class LayerNormLinearFn:
+    """Likewise of `layer_norm_linear_fn`."""
+
+    apply = staticmethod(layer_norm_linear_fn)
+
+
+def layer_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """What tests compare `layer_norm_fn` with: step by step in the given dtypes (fp32 with `upcast`), the
+    masks (True: kept) given or drawn. Results in x's dtype; with `prenorm` also the sum as added up."""
+    return _reference(
+        False, x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm,
+        zero_centered_weight, dropout_mask, dropout_mask1, upcast,
+    )  # fmt: skip
+
+
+def rms_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """`layer_norm_ref` of `rms_norm_fn`."""
+    return _reference(
+        True, x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm,
+        zero_centered_weight, dropout_mask, dropout_mask1, upcast,
+    )  # fmt: skip
+
+
+def _reference(
+    is_rms_norm: bool, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    x1: Tensor | None, weight1: Tensor | None, bias1: Tensor | None, eps: float, dropout_p: float,
+    rowscale: Tensor | None, prenorm: bool, zero_centered: bool, mask: Tensor | None, mask1: Tensor | None,
+    upcast: bool,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    if x1 is not None and rowscale is not None:
+        raise ValueError("rowscale must be None with x1: upstream's reference does not define both")
+
+    def wide(y: Tensor | None) -> Any:
+        return y.float() if upcast and y is not None else y
+
+    def kept(y: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return F.dropout(y, dropout_p)
+        return torch.where(mask, y, 0.0) / (1 - dropout_p) if dropout_p > 0 else y
+
+    total = wide(x) if rowscale is None else wide(x) * rowscale[..., None]
+    total = kept(total, mask)
+    if x1 is not None:
+        total = total + kept(wide(x1), mask1)
+    if residual is not None:
+        total = (total + wide(residual)).to(total.dtype)
+    results = []
+    for w, b in ((weight, bias), (weight1, bias1)):
+        if w is not None:
+            row = total.to(wide(w).dtype)
+            results.append(_normalised(row, wide(w), wide(b), eps, is_rms_norm, zero_centered, x.dtype))
+    if prenorm:
+        results.append(total)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 class RMSNorm(torch.nn.Module):

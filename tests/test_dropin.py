@@ -32,6 +32,11 @@ GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
 NORM = "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
 NORM += "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False"
 NORM_TAIL = "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
+NORM_REF = "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+NORM_REF += (
+    "rowscale=None, prenorm=False, zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, "
+)
+NORM_REF += "upcast=False"
 LOSS = "label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0"
 
 # module -> name -> parameters (None: importable is enough)
@@ -111,6 +116,9 @@ SURFACE: dict[str, dict[str, str | None]] = {
         "sync_shared_params": "model, process_group",
         "allreduce_sequence_parallel_grad": "model, process_group",
         "get_dim_for_local_rank": "dim, world_size, local_rank, multiple_of=1",
+        "AllGatherFunc": None,
+        "ReduceScatterFunc": None,
+        "AllReduceFunc": None,
     },
     # TransformerEngine
     "flash_attn_2_cuda": {
@@ -135,6 +143,10 @@ SURFACE: dict[str, dict[str, str | None]] = {
         "rms_norm_fn": f"{NORM}, {NORM_TAIL}",
         "layer_norm_linear_fn": "x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, "
         "eps=1e-06, prenorm=False, residual_in_fp32=False, is_rms_norm=False",
+        "layer_norm_ref": NORM_REF,
+        "rms_norm_ref": NORM_REF,
+        "LayerNormFn": None,
+        "LayerNormLinearFn": None,
         "RMSNorm": "hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, device=None, "
         "dtype=None",
     },
@@ -182,6 +194,9 @@ def test_autograd_classes_are_their_functions(ops_on_any_machine: Any) -> None:
             ApplyRotaryEmbKV_="apply_rotary_emb_kv_",
         ),
         "flash_attn.ops.triton.cross_entropy": dict(CrossEntropyLoss="cross_entropy_loss"),
+        "flash_attn.ops.triton.layer_norm": dict(
+            LayerNormFn="layer_norm_fn", LayerNormLinearFn="layer_norm_linear_fn"
+        ),
     }.items():  # fmt: skip
         found = importlib.import_module(module)
         for name, function in names.items():
@@ -229,6 +244,7 @@ def _rank(rank: int, file: str) -> None:
     weight = torch.arange(12.0).view(4, 3) * (rank + 1)
 
     gathered = distributed.all_gather(x, group)
+    assert torch.equal(gathered, distributed.AllGatherFunc.apply(x, group))
     assert torch.equal(gathered.detach(), whole)
     (grad,) = torch.autograd.grad((gathered * weight).sum(), x)
     assert torch.equal(grad, 3 * torch.arange(12.0).view(4, 3)[2 * rank : 2 * rank + 2])

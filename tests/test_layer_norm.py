@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn._layer_norm import RMSNorm, layer_norm_fn, layer_norm_linear_fn, rms_norm_fn
+from flash_attn._layer_norm import (
+    RMSNorm,
+    layer_norm_fn,
+    layer_norm_linear_fn,
+    layer_norm_ref,
+    rms_norm_fn,
+    rms_norm_ref,
+)
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -67,6 +74,36 @@ def test_dropout_keeps_the_mean_and_says_what_it_dropped() -> None:
     for m in (mask, mask1):
         assert abs(m.double().mean() - 0.75) < 5 * (0.75 * 0.25 / m.numel()) ** 0.5
     assert not torch.equal(mask, mask1)
+
+
+@pytest.mark.parametrize(
+    ("function", "reference"), [(layer_norm_fn, layer_norm_ref), (rms_norm_fn, rms_norm_ref)]
+)
+def test_the_reference_with_the_masks_of_a_call(function: Any, reference: Any) -> None:
+    torch.manual_seed(0)
+    x, x1, residual, weight, weight1, bias1 = make(3, 8), make(3, 8), make(3, 8), make(8), make(8), make(8)
+    options = dict(eps=1e-3, dropout_p=0.4, prenorm=True, zero_centered_weight=True)
+    *got, mask, mask1 = function(
+        x, weight, None, residual, x1, weight1, bias1, return_dropout_mask=True, **options
+    )
+    expected = reference(
+        x, weight, None, residual, x1, weight1, bias1, dropout_mask=mask, dropout_mask1=mask1, **options
+    )
+    torch.testing.assert_close(tuple(got), expected)
+    scale = make(3)
+    scaled = function(x, weight, None, rowscale=scale), reference(x, weight, None, rowscale=scale)
+    torch.testing.assert_close(*scaled)
+    assert not torch.equal(reference(x, weight, None, dropout_p=0.5), reference(x, weight, None))
+    with pytest.raises(ValueError, match="rowscale must be None with x1"):
+        reference(x, weight, None, x1=x1, rowscale=scale)
+
+
+@pytest.mark.parametrize("reference", [layer_norm_ref, rms_norm_ref])
+def test_the_references_dtypes(reference: Any) -> None:
+    x, weight = make(4, 16, dtype=torch.bfloat16), make(16, dtype=torch.bfloat16)
+    for upcast, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        out, total = reference(x, weight, None, x, prenorm=True, upcast=upcast)
+        assert (out.dtype, total.dtype) == (torch.bfloat16, dtype)
 
 
 def test_module() -> None:

@@ -30,7 +30,7 @@ def all_reduce_raw(input_: Tensor, process_group: Any, async_op: bool = False) -
     return out, dist.all_reduce(out, group=process_group, async_op=async_op)
 
 
-class _AllGather(torch.autograd.Function):
+class AllGatherFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -41,7 +41,7 @@ class _AllGather(torch.autograd.Function):
         return reduce_scatter_raw(grad, ctx.group)[0], None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class ReduceScatterFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -52,7 +52,7 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather_raw(grad, ctx.group)[0], None
 
 
-class _AllReduce(torch.autograd.Function):
+class AllReduceFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         return all_reduce_raw(x, group)[0]
@@ -64,17 +64,17 @@ class _AllReduce(torch.autograd.Function):
 
 def all_gather(input_: Tensor, process_group: Any) -> Tensor:
     """(n, ...) of every rank to (n * ranks, ...); the gradient is summed over ranks and scattered."""
-    return _AllGather.apply(input_, process_group)
+    return AllGatherFunc.apply(input_, process_group)
 
 
 def reduce_scatter(input_: Tensor, process_group: Any) -> Tensor:
     """Sum over ranks of (n * ranks, ...), each rank's share (n, ...); the gradient is gathered."""
-    return _ReduceScatter.apply(input_, process_group)
+    return ReduceScatterFunc.apply(input_, process_group)
 
 
 def all_reduce(input_: Tensor, process_group: Any) -> Tensor:
     """Sum over ranks; the gradient passes unchanged."""
-    return _AllReduce.apply(input_, process_group)
+    return AllReduceFunc.apply(input_, process_group)
 
 
 def sync_shared_params(model: torch.nn.Module, process_group: Any) -> None:
