@@ -11,8 +11,8 @@ from test_transformers_passing import _KeepsArguments
 
 from flash_attn import _backend as backends
 from flash_attn import _kvcache_op, _ops, composed, flash_attn_with_kvcache
-from flash_attn.integrations._transformers_attention import _cached
 from flash_attn.integrations._transformers_passing import lost_argument
+from flash_attn.integrations._transformers_sequences import cached
 from flash_attn.shared_prompt import SharedPromptLayout, _context_keys
 from flash_attn.shared_prompt._exchange import RowExchange
 
@@ -113,9 +113,9 @@ def test_layouts_are_built_on_the_cpu_whatever_the_default_device() -> None:
 def test_tables_of_a_mask_go_with_its_values_and_serve_training() -> None:
     mask = torch.zeros(3, device="meta")
     with torch.inference_mode():
-        assert not _cached(mask, torch.clone).is_inference()
-    kept = [_cached(mask.add_(1), torch.clone) for _ in range(3)]
-    from flash_attn.integrations._transformers_attention import _results
+        assert not cached(mask, torch.clone).is_inference()
+    kept = [cached(mask.add_(1), torch.clone) for _ in range(3)]
+    from flash_attn.integrations._transformers_sequences import _results
 
     version, found = _results.by_tensor[mask]
     assert version == mask._version and list(found.values()) == [kept[-1]]

@@ -324,7 +324,7 @@ def _attend(mask: torch.Tensor) -> torch.Tensor:
 
 def test_off_the_cpu_tables_are_computed_once_per_value_of_the_tensor() -> None:
     """The layers of a forward share one computation; a change in place asks for another."""
-    from flash_attn.integrations._transformers_attention import _cached
+    from flash_attn.integrations._transformers_sequences import cached
 
     calls: list[tuple[int, ...]] = []
 
@@ -333,10 +333,10 @@ def test_off_the_cpu_tables_are_computed_once_per_value_of_the_tensor() -> None:
         return len(calls)
 
     tensor, other = (torch.zeros(3, device="meta") for _ in range(2))
-    assert [_cached(tensor, count, 2), _cached(tensor, count, 2), _cached(tensor, count, 3)] == [1, 1, 2]
-    assert _cached(other, count, 2) == 3
+    assert [cached(tensor, count, 2), cached(tensor, count, 2), cached(tensor, count, 3)] == [1, 1, 2]
+    assert cached(other, count, 2) == 3
     tensor.add_(1)
-    assert [_cached(tensor, count, 2), _cached(tensor, count, 2)] == [4, 4]
+    assert [cached(tensor, count, 2), cached(tensor, count, 2)] == [4, 4]
     with torch.inference_mode():  # inference tensors have no version
         third = torch.zeros(3, device="meta")
-        assert [_cached(third, count, 2), _cached(third, count, 2)] == [5, 6]
+        assert [cached(third, count, 2), cached(third, count, 2)] == [5, 6]
