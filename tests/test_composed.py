@@ -342,6 +342,29 @@ def test_gpu_layouts_cost_no_sync(on_gpu: None) -> None:
 
 
 @pytest.mark.gpu
+def test_gpu_graphs_keep_what_they_read(on_gpu: None) -> None:
+    """Their index tensors are still there after more other tables than are remembered."""
+
+    def layout_of(*prompts: int) -> SharedPromptLayout:
+        return SharedPromptLayout.from_lengths(prompts, [[33, 5]] * len(prompts), device="cuda")
+
+    def attend(layout: SharedPromptLayout) -> Tensor:
+        return flash_attn.flash_attn_shared_prompt_func(*(x[: layout.num_rows] for x in tensors), layout)
+
+    tensors = [torch.randn(1000, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)]
+    layout = layout_of(70, 9)
+    expected = attend(layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(layout)
+    for prompt in range(1, 2 * composed._MOST_COMPOSED):
+        attend(layout_of(prompt, 9))
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
 def test_gpu_memory_stays_linear(on_gpu: None) -> None:
     """Prompt of 16384 with 8 responses of 512: bf16 scores would take 0.8 GiB per head, 6.3 GiB in all."""
     layout = SharedPromptLayout.from_lengths(prompt_lens=[16384], response_lens=[[512] * 8], device="cuda")

@@ -104,3 +104,14 @@ def test_a_counter_may_have_a_formula_of_its_own() -> None:
         flash_attn.flash_attn_func(q, k, v)
         flash_attn.flash_attn_func(q, k, v)
     assert counter.get_total_flops() == 22
+
+
+@pytest.mark.gpu
+def test_gpu_counts_are_those_of_the_cpu() -> None:
+    tensors = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in heads(2, 7)]
+    call = partial(flash_attn.flash_attn_func, *tensors, causal=True)
+    assert counted(call, *tensors) == 2 * H * 2 * 28 * (4 * D + 3 * D)  # kernels have one head dim for all
+    lengths = torch.tensor([0, 2, 7], dtype=torch.int32, device="cuda")
+    q, k, v = (x[0] for x in tensors)
+    packed = partial(flash_attn.flash_attn_varlen_func, q, k, v, lengths, lengths, 5, 5, causal=True)
+    assert counted(packed, *tensors) == 2 * H * (3 + 15) * 7 * D

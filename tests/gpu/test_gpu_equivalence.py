@@ -190,6 +190,20 @@ def test_cuda_graph_replays_with_other_lengths(path: int, deterministic: bool) -
         assert (got[0][other.total :] == 0).all() and (got[1][other.total :] == 0).all()
 
 
+def test_a_plan_of_a_capture_is_not_taken_for_built(path: int) -> None:
+    """An eager call between capture and replay builds its own."""
+    used, layout = (SharedPromptLayout.from_lengths([200], [[100, 60]], device=CUDA) for _ in range(2))
+    tensors = [torch.randn(used.num_rows, h, 64, device=CUDA, dtype=torch.float16) for h in (4, 2, 2)]
+    expected = flash_attn.flash_attn_shared_prompt_func(*tensors, used)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn.flash_attn_shared_prompt_func(*tensors, layout)
+    assert torch.equal(flash_attn.flash_attn_shared_prompt_func(*tensors, layout), expected)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
 def test_two_streams_with_plans_of_their_own(path: int) -> None:
     problems = [layout_and_tensors(n, 500, 90, 4, 2) for n in (3, 8)]
     want = [gradients(*p, deterministic=True) for p in problems]
