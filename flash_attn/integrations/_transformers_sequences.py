@@ -24,6 +24,7 @@ def unpad_rows(mask: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torc
 
 
 def has_holes(mask: torch.Tensor) -> bool:
+    """Whether some row's real tokens are not all next to each other."""
     mask = mask.flatten(1) != 0
     starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
     return bool((starts > 1).any())
