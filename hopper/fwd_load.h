@@ -12,7 +12,7 @@ struct StageKeys {
     int key;     // first key of the stage, a row of its region's tensor
     int region;  // 0 decoded, 1 context
     int masked;  // some row of the item does not see some key of the stage
-    int reserved;
+    int reserved;  // 16 bytes: read at once
 };
 
 struct ItemRows {

@@ -108,7 +108,7 @@ cudaError_t launch_pairs(PairArgs& args, int blocks, cudaStream_t stream) {
     return cudaLaunchKernelEx(&config, pair_kernel<T>, args);
 }
 
-// Query items of `num_heads` units of heads from `first` on; a unit is what a pair of blocks computes.
+// Query items for `units` units from `first` on; a unit, `unit_heads` query heads, is what a pair of blocks computes.
 inline WorkOrder query_order(FwdParams const& p, int units, int unit_heads, int first) {
     int64_t const keys = int64_t(p.total_k) + (p.k_context == p.k ? 0 : p.total_context);
     return {p.plan.num_query_items, units,

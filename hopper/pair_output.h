@@ -19,20 +19,20 @@ struct PairOutput {
     int const first_group = T::kDq ? warpgroup * kOwnGroups : 0;  // of the stage
     int const first_column = (T::kDq ? 2 * rank + warpgroup : warpgroup) * kColumns;
     // Products of 128 columns: a wider one does not fit the registers that a thread of 512 starts with, and ptxas insists.
-    static constexpr int kN = 128, kParts = kColumns / kN;
-    float acc[kParts][kN / 2];
+    static constexpr int kN = 128, kProducts = kColumns / kN;
+    float acc[kProducts][kN / 2];
     float scale[2];  // forward: of the two rows at the end
 
     __device__ __forceinline__ void pin_acc() {
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) { pin(acc[i]); }
+        for (int i = 0; i < kProducts; ++i) { pin(acc[i]); }
     }
 
-    __device__ __forceinline__ void release_part(int stage, int part) {
-        constexpr int kPartGroups = kOwnGroups / kParts;
+    __device__ __forceinline__ void release_product(int stage, int product) {
+        constexpr int kProductGroups = kOwnGroups / kProducts;
 #pragma unroll
-        for (int g = 0; g < kPartGroups; ++g) {
-            release_group<T>(s, stage, first_group + part * kPartGroups + g, blocks);
+        for (int g = 0; g < kProductGroups; ++g) {
+            release_group<T>(s, stage, first_group + product * kProductGroups + g, blocks);
         }
     }
 
@@ -67,7 +67,7 @@ struct PairOutput {
             pin_acc();
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < kParts; ++i) {
+            for (int i = 0; i < kProducts; ++i) {
                 gemm_ss<Element, kN, T::kTile / 16, TileP, Major::K, Half, Major::MN, false>(
                     acc[i], TileP::template descriptor<Major::K>(operand_address(s.probs[probs.stage])),
                     Half::template descriptor<Major::MN>(operand_address(s.ring[place.stage]) +
@@ -75,14 +75,14 @@ struct PairOutput {
                                                          i * kN / Half::kChunk * Half::kChunkBytes));
                 wgmma_commit();
             }
-            // The groups of the columns that are done, one part after the other.
-            if constexpr (kParts == 2) {
+            // The groups of the columns that are done, one product after the other.
+            if constexpr (kProducts == 2) {
                 wgmma_wait<1>();
-                release_part(place.stage, 0);
+                release_product(place.stage, 0);
             }
             wgmma_wait<0>();
             pin_acc();
-            release_part(place.stage, kParts - 1);
+            release_product(place.stage, kProducts - 1);
             if (threadIdx.x % 128 == 0) {
                 if constexpr (T::kDq) {
                     if (rank == 0 && warpgroup == 0) {
@@ -106,7 +106,7 @@ struct PairOutput {
                                           int num_rows, float scale0, float scale1) {
         Element* const first = static_cast<Element*>(out) + row * row_stride + head * head_stride + first_column;
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) {
+        for (int i = 0; i < kProducts; ++i) {
             store_rows<Element, kN>(acc[i], scale0, scale1, first + i * kN, row_stride, num_rows,
                                     args.params.fwd.head_dim - first_column - i * kN);
         }

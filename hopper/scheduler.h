@@ -37,7 +37,8 @@ struct WorkOrder {
     }
 };
 
-// `heads` that share `bytes_per_head` of operands, grouped in `unit`s (query heads of one kv head), within `budget` bytes.
+// As many of `heads` as stream at most `budget` bytes: whole units, `unit` heads (those of a kv head) of `bytes_per_unit`, and at
+// least one.
 inline int section_heads(int heads, int unit, int64_t bytes_per_unit, int64_t budget) {
     int64_t units = bytes_per_unit > 0 ? budget / bytes_per_unit : heads;
     if (units < 1) { units = 1; }

@@ -118,8 +118,4 @@ __device__ __forceinline__ void bulk_reduce_add(float* dst, void const* src, uin
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-__device__ __forceinline__ void prefetch_map(CUtensorMap const& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 }  // namespace flash_attn::sm90

@@ -98,6 +98,14 @@ struct RowBlocks {
         }
         __syncwarp();
     }
+    __device__ __forceinline__ void begin(KeyItem const& i, int head_k) const {  // all threads: the item, the first entries
+        if (threadIdx.x < 32) {
+            if (threadIdx.x == 0) start(i, head_k);
+            __syncwarp();
+            refill(0);
+        }
+        __syncthreads();
+    }
     __device__ uint32_t entry(int i) const { return shared + T::kList + i % T::kListEntries * 8; }
     __device__ void put(int i, int head, unsigned row, bool clean) const {
         store_shared_int(entry(i), head);
@@ -178,12 +186,7 @@ struct BackwardLoader {
     // Keys, the walk's first entries and the first rows: in front of every item's loop.
     __device__ void begin(KeyItem const& item, int head_k) const {
         keys(item, head_k, count_seen_keys<T::kThreads>(p.fwd.plan, item, shared + T::kStats));
-        if (threadIdx.x < 32) {
-            if (threadIdx.x == 0) blocks.start(item, head_k);
-            __syncwarp();
-            blocks.refill(0);
-        }
-        __syncthreads();
+        blocks.begin(item, head_k);
         query(0, 0, true);
         copy_async_commit();
     }

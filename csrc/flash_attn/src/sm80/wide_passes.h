@@ -94,12 +94,7 @@ struct KeyStationary {
         if constexpr (kValues)
             keys(T::kValue, item, num_seen, context ? f.v_context : f.v, context ? f.v_context_row_stride : f.v_row_stride,
                  head_k * (context ? f.v_context_head_stride : f.v_head_stride));
-        if (threadIdx.x < 32) {
-            if (threadIdx.x == 0) blocks().start(item, head_k);
-            __syncwarp();
-            blocks().refill(0);
-        }
-        __syncthreads();
+        blocks().begin(item, head_k);
         return true;
     }
     __device__ __forceinline__ void keys(uint32_t tile, KeyItem const& item, int num_seen, void const* base, int64_t row_stride,
