@@ -8,12 +8,25 @@ and backward run in their tensors' dtype under torch.autocast too.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from flash_attn import _alibi_dropout, _calls, checks
 
 _Forward = tuple[Tensor, Tensor, Tensor, Tensor]
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def _without_gradients(function: _Function) -> _Function:
+    """`torch.no_grad()`, with the function's own parameters for those who ask for them by getfullargspec,
+    which does not look behind decorators: ring-flash-attn."""
+    wrapped = torch.no_grad()(function)
+    wrapped.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return wrapped
 
 
 def maybe_contiguous(x: Tensor | None) -> Tensor | None:
@@ -60,7 +73,7 @@ def _extras(
     return _calls.extras_of(q, batch, dropout_p, alibi_slopes, softcap, rng_state)
 
 
-@torch.no_grad()
+@_without_gradients
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
@@ -86,7 +99,7 @@ def _flash_attn_forward(
     return out, lse, probabilities, rng_state
 
 
-@torch.no_grad()
+@_without_gradients
 def _flash_attn_varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -153,7 +166,7 @@ def _store(gradients: tuple[Tensor, ...], into: tuple[Tensor | None, ...]) -> No
             target.copy_(gradient.view_as(target))
 
 
-@torch.no_grad()
+@_without_gradients
 def _flash_attn_backward(
     dout: Tensor,
     q: Tensor,
@@ -194,7 +207,7 @@ def _flash_attn_backward(
     return softmax_d
 
 
-@torch.no_grad()
+@_without_gradients
 def _flash_attn_varlen_backward(
     dout: Tensor,
     q: Tensor,

@@ -8,7 +8,6 @@ from torch import Tensor
 from flash_attn import _rotary
 
 
-@torch.no_grad()
 def apply_rotary(
     x: Tensor,
     cos: Tensor,
@@ -25,6 +24,7 @@ def apply_rotary(
     `conjugate` rotates back, `inplace` writes into x.
     """
     _rotary.check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-    cos_rows, sin_rows = _rotary.rows(x, cos, sin, seqlen_offsets, cu_seqlens)
-    sin_rows = -sin_rows if conjugate else sin_rows
-    return _rotary.rotate(x, cos_rows, sin_rows, interleaved, out=x if inplace else None)
+    with torch.no_grad():
+        cos_rows, sin_rows = _rotary.rows(x, cos, sin, seqlen_offsets, cu_seqlens)
+        sin_rows = -sin_rows if conjugate else sin_rows
+        return _rotary.rotate(x, cos_rows, sin_rows, interleaved, out=x if inplace else None)
