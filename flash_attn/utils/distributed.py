@@ -31,6 +31,8 @@ def all_reduce_raw(input_: Tensor, process_group: Any, async_op: bool = False) -
 
 
 class AllGatherFunc(torch.autograd.Function):
+    """`all_gather`, as flash-attn names its autograd class."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -42,6 +44,8 @@ class AllGatherFunc(torch.autograd.Function):
 
 
 class ReduceScatterFunc(torch.autograd.Function):
+    """`reduce_scatter`, likewise."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -53,6 +57,8 @@ class ReduceScatterFunc(torch.autograd.Function):
 
 
 class AllReduceFunc(torch.autograd.Function):
+    """`all_reduce`, likewise."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         return all_reduce_raw(x, group)[0]
