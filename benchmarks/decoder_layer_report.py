@@ -88,7 +88,9 @@ def lost_text(cells: Cells) -> str:
         return f"Ours is ahead in all of {len(timed)} cells with both."
     ahead = f"Ours is ahead in {len(timed) - len(lost)} of {len(timed)} cells with both"
     overlap = "the rounds of both overlap (20th to 80th percentile)"
-    which = f"{len(close)} of the other {len(lost)}" if len(close) < len(lost) else f"all {len(lost)} others"
+    which = f"{len(close)} of the other {len(lost)}"
+    if len(close) == len(lost):
+        which = "the other" if len(lost) == 1 else f"all {len(lost)} others"
     return textwrap.fill(f"{ahead}; in {which} {overlap}.", 110)
 
 

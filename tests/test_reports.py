@@ -151,6 +151,8 @@ def test_layer_says_who_wins_and_where_memory_ends(tmp_path):
         if "time_ms" in row
     ]
     assert "in all 2 others the rounds" in decoder_layer_report.text(near, markdown_table)
+    one = [row for row in near if (row["case"]["P"], row["case"]["mb"]) != (1024, near[0]["case"]["mb"])]
+    assert "4 of 5 cells with both; in the other the rounds" in decoder_layer_report.text(one, markdown_table)
     assert "| 4K | 2.00x (1.00) | OOM (1.67) |" in text
     assert "| fa2-replicated | ≥ 2 | ≥ 2 | 1 |" in text and "| ours | ≥ 2 | ≥ 2 | ≥ 2 |" in text
     assert "1.0 GiB + 64 KiB a row (within 0%)" in text
