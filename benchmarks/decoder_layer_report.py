@@ -234,37 +234,6 @@ many FLOPs that executes); OOM: it ran out of memory.
 {memory_text(rows, cells, table)}"""
 
 
-PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100": 989.0}  # dense bf16
-
-
-def model_update(rows: Rows, table: Table) -> str:
-    """Of `verl_updates.py`'s policy updates: share of the GPU's peak, of executed and of replicated FLOPs."""
-    updates = [row for row in rows if row["pass"] == "policy_update" and row["dp"] == row["sp"] == 1]
-    first = updates[0] if updates else rows[0]
-    peak = next((value for name, value in PEAK_TFLOPS.items() if first["gpu"].startswith(name)), None)
-    lines: list[tuple[str, ...]] = [
-        ("model, micro-batch, way", "s", "PFLOPs executed", "TFLOP/s", "of peak", "nominal")
-    ]
-    for row in updates:
-        name = f"{row['model']}, {row['num_layers']} layers, {row['micro_batch']}: {row['provider']}"
-        work = f"{row['flops'] / 1e15:.2f}"
-        if "seconds" not in row:
-            lines.append((name, "OOM", work, "-", "-", "-"))
-            continue
-        rate = row["flops"] / row["seconds"] / 1e12
-        nominal = rate * (row["flop_ratio"] if row["provider"].startswith("shared") else 1.0)
-        shares = ("-", "-") if peak is None else (f"{rate / peak:.0%}", f"{nominal / peak:.0%}")
-        lines.append((name, f"{row['seconds']:.2f}", work, f"{rate:.0f}", *shares))
-    return f"""\
-{first["gpu"]}, torch {first["torch"]}, {first["date"]}: policy updates of veRL's worker (the README has
-all passes), one prompt of {first["prompt_len"]:,} tokens a micro-batch, gradient checkpointing, whose second
-forward counts as executed. "of peak": FLOPs that run, of {peak or 0:.0f} TFLOP/s. "nominal": the replicated
-batch's FLOPs over the same time, as published figures of prompt sharing count them: it shows the saving, not
-how busy the GPU is.
-
-{table(lines)}"""
-
-
 def draw_map(axis: Any, cells: Cells, base: str) -> None:
     """Times as fast as `base`, prompts upwards, micro-batches to the right; who ran out of memory."""
     from matplotlib.colors import LogNorm

@@ -34,6 +34,7 @@ import gemma4_stack as gemma4  # noqa: E402
 import kernel_plot  # noqa: E402
 import kernel_report  # noqa: E402
 import long_context_report  # noqa: E402
+import model_update_report as model_report  # noqa: E402
 import sequence_parallel_report as sp_report  # noqa: E402
 import trl_report  # noqa: E402
 import verl_report  # noqa: E402
@@ -49,10 +50,15 @@ class Block:
     text: Callable[[Any], str]
     draw: Callable[[Any, Path], None] | None
     document: str = "README.md"
+    suffix: str = ""  # of the plot's name, where another block draws the same file
 
     def sources(self) -> list[Path]:
         """The measured files, one a machine."""
         return sorted(RESULTS.glob(self.pattern))
+
+    def plot(self, source: Path, kind: str = ".png") -> Path:
+        """The picture of one measured file."""
+        return source.with_name(f"{source.stem}{self.suffix}{kind}")
 
 
 def markdown_table(rows: list[tuple[str, ...]]) -> str:
@@ -134,7 +140,7 @@ BLOCKS = {
         Block("cpu_attention", "cpu/attention.json", of(attention.cpu_attention), None, OWN),
         # decoder_layer.py, verl_updates.py
         Block("decoder_layer", "*/decoder_layer.json", of(layer_report.text), layer_report.draw, OWN),
-        Block("model_update", "*/verl_updates.json", of(layer_report.model_update), None, OWN),
+        Block("model_update", "*/verl_updates.json", of(model_report.text), model_report.draw, OWN, "_flops"),
         # gemma4_stack.py, decode.py
         Block("gemma4_stack", "*/gemma4_stack.json", of(gemma4.text), gemma4.draw),
         Block("decode", "*/decode.json", of(decode_report.text), None),
@@ -190,7 +196,7 @@ def content(block: Block) -> str:
             check_commit(commit, source)
         parts.append(block.text(data))
         if block.draw:
-            image = source.with_suffix(".png").relative_to((ROOT / block.document).parent).as_posix()
+            image = block.plot(source).relative_to((ROOT / block.document).parent).as_posix()
             parts.append(f"![{block.name}, {source.parent.name}]({image})")
     return "\n\n".join(parts) or "Not measured yet."
 
@@ -209,7 +215,7 @@ def draw_both(block: Block, source: Path) -> None:
     assert block.draw is not None
     pyplot()  # its settings, for plots of the examples too
     for suffix in (".png", ".svg"):
-        block.draw(json.loads(source.read_text()), source.with_suffix(suffix))
+        block.draw(json.loads(source.read_text()), block.plot(source, suffix))
 
 
 def support_states(text: str) -> str:

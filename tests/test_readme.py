@@ -52,7 +52,7 @@ def test_figures_are_those_of_the_measurements(report):
         text = (ROOT / block.document).read_text()
         assert report.filled(text, block) == text, f"{block.name} is out of date: run make report"
         if block.draw:
-            plots = [source.with_suffix(kind) for source in block.sources() for kind in (".png", ".svg")]
+            plots = [block.plot(source, kind) for source in block.sources() for kind in (".png", ".svg")]
             assert all(plot.is_file() for plot in plots), f"{block.name}: run make report"
 
 

@@ -16,6 +16,7 @@ import decoder_layer_report
 import gains_report
 import kernel_plot
 import kernel_report
+import model_update_report
 from report import markdown_table
 
 FACTS = dict(gpu="a GPU", driver="1", cuda="13.0", torch="2.13.0", date="2026-01-01", commit="0" * 40)
@@ -175,16 +176,19 @@ def test_memory_law_of_copied_keys():
     assert decoder_layer_report.memory_law(rows[:3], "gather-varlen") is None
 
 
-def test_utilisation_counts_what_ran_and_what_was_replicated():
+def test_utilisation_counts_what_ran_and_what_was_replicated(tmp_path):
     row = FACTS | {
         "gpu": "NVIDIA H200", "pass": "policy_update", "dp": 1, "sp": 1, "model": "qwen3-8b",
-        "num_layers": 36, "micro_batch": 4, "prompt_len": 8192, "flops": 989e12, "flop_ratio": 2.5,
-        "seconds": 2.0,
+        "num_layers": 36, "num_micro_batches": 1, "micro_batch": 4, "prompt_len": 8192,
+        "flops": 989e12, "flop_ratio": 2.5, "seconds": 2.0,
     }  # fmt: skip
     rows = [row | {"provider": "shared"}, row | {"provider": "verl-torch-fa2", "flops": 2.5 * 989e12}]
-    text = decoder_layer_report.model_update(rows, markdown_table)
-    assert "4: shared | 2.00 | 0.99 | 494 | 50% | 125% |" in text
-    assert "4: verl-torch-fa2 | 2.00 | 2.47 | 1236 | 125% | 125% |" in text
+    text = model_update_report.text([*rows, row | {"provider": "shared", "micro_batch": 2}], markdown_table)
+    assert "micro-batch 4: shared | 2.00 | 0.99 | 494 | 50% | 125% |" in text
+    assert "micro-batch 4: verl-torch-fa2 | 2.00 | 2.47 | 1236 | 125% | 125% |" in text
+    assert text.index("micro-batch 2") < text.index("micro-batch 4")
+    model_update_report.draw(rows, tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
 def test_a_sanitizer_run_that_did_not_finish_is_no_success():
