@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash_attn
-from flash_attn import _backend, composed, reference
+from flash_attn import _backend, _composed_calls, composed, reference
 from flash_attn.shared_prompt import SharedPromptLayout
 
 
@@ -175,12 +175,14 @@ def test_number_of_calls() -> None:
     context: one."""
     device = torch.device("cpu")
 
-    def calls(prompt_lens: list[int], response_lens: list[list[int]], left: int) -> list[composed.Part]:
+    def calls(
+        prompt_lens: list[int], response_lens: list[list[int]], left: int
+    ) -> list[_composed_calls.Part]:
         layout = SharedPromptLayout.from_lengths(
             prompt_lens=prompt_lens, response_lens=response_lens, device="cpu"
         )
         flat = tuple(layout.segments.flatten().tolist())
-        return composed.compose(flat, None, True, (left, -1), device)
+        return _composed_calls.compose(flat, None, True, (left, -1), device)
 
     one = calls([9], [[4, 5]], -1)
     assert [type(part.k_rows) for part in one] == [slice, slice] and [part.causal for part in one] == [
@@ -192,7 +194,7 @@ def test_number_of_calls() -> None:
         len(several) == 2 and isinstance(several[1].q_rows, Tensor) and isinstance(several[0].q_rows, slice)
     )
     assert len(calls([9], [[4, 5]], 6)) == 1
-    assert len(composed.compose((0, 5, 0, 0, 0, 5), None, True, (-1, -1), device)) == 1
+    assert len(_composed_calls.compose((0, 5, 0, 0, 0, 5), None, True, (-1, -1), device)) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,10 +232,10 @@ def test_deterministic_setting_is_restored() -> None:
 
 def test_table_is_read_once_per_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     segments = torch.tensor([[0, 2, 0, 0, 0, 2]], dtype=torch.int32)
-    first = composed._table(segments, None)
-    assert composed._table(segments, None) is first
+    first = _composed_calls._table(segments, None)
+    assert _composed_calls._table(segments, None) is first
     segments[0, 1] = 1
-    assert composed._table(segments, None) == [[0, 1, 0, 0, 0, 2]]
+    assert _composed_calls._table(segments, None) == [[0, 1, 0, 0, 0, 2]]
 
 
 # On a GPU
@@ -357,7 +359,7 @@ def test_gpu_graphs_keep_what_they_read(on_gpu: None) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attend(layout)
-    for prompt in range(1, 2 * composed._MOST_COMPOSED):
+    for prompt in range(1, 2 * _composed_calls._MOST_COMPOSED):
         attend(layout_of(prompt, 9))
     out.zero_()
     graph.replay()

@@ -10,7 +10,8 @@ import torch
 from test_transformers_passing import _KeepsArguments
 
 from flash_attn import _backend as backends
-from flash_attn import _kvcache_op, _ops, composed, flash_attn_with_kvcache
+from flash_attn import _composed_calls as calls
+from flash_attn import _kvcache_op, _ops, flash_attn_with_kvcache
 from flash_attn.integrations._transformers_passing import lost_argument
 from flash_attn.integrations._transformers_sequences import cached
 from flash_attn.shared_prompt import SharedPromptLayout, _context_keys
@@ -34,15 +35,15 @@ def test_decoding_through_the_op_tells_backends_apart(monkeypatch: pytest.Monkey
 
 
 def test_composed_tables_belong_to_a_stream_and_graphs_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composed, "_composed", {})
-    monkeypatch.setattr(composed, "_in_graphs", {})
+    monkeypatch.setattr(calls, "_composed", {})
+    monkeypatch.setattr(calls, "_in_graphs", {})
     stream, capturing = 1, False
-    monkeypatch.setattr(composed, "stream_of", lambda device: stream)
-    monkeypatch.setattr(composed, "is_capturing", lambda device: capturing)
+    monkeypatch.setattr(calls, "stream_of", lambda device: stream)
+    monkeypatch.setattr(calls, "is_capturing", lambda device: capturing)
 
-    def parts(length: int) -> list[composed.Part]:
+    def parts(length: int) -> list[calls.Part]:
         table = (0, length, 0, 0, 0, length)
-        return composed._composed_once(table, None, True, (-1, -1), torch.device("cpu"))
+        return calls._composed_once(table, None, True, (-1, -1), torch.device("cpu"))
 
     first = parts(5)
     assert parts(5) is first and parts(6) is not first
@@ -54,9 +55,9 @@ def test_composed_tables_belong_to_a_stream_and_graphs_keep_theirs(monkeypatch: 
     with pytest.raises(RuntimeError, match="run a batch once before a CUDA graph of it is captured"):
         parts(7)
     capturing = False
-    for length in range(10, 10 + 2 * composed._MOST_COMPOSED):
+    for length in range(10, 10 + 2 * calls._MOST_COMPOSED):
         parts(length)
-    assert len(composed._composed) <= composed._MOST_COMPOSED
+    assert len(calls._composed) <= calls._MOST_COMPOSED
     capturing = True
     assert parts(5) is second
 
