@@ -173,24 +173,36 @@ def _time(passes: dict[str, dict[str, Any]], direction: str) -> float | None:
 Passes = dict[str, dict[str, Any]]
 
 
-def _passes(case: str, ours: Passes, best: Passes) -> list[tuple[bool, str]]:
-    """Forward and backward of a case: whether ours is ahead, and whom it is compared with."""
+Verdict = tuple[bool, str, bool]
+
+
+def _passes(case: str, ours: Passes, best: Passes) -> list[Verdict]:
+    """Forward and backward of a case: whether ours is ahead, whom it is compared with, whether both ways'
+    rounds overlap (20th to 80th percentile).
+    """
     found = []
     for direction, word in (("fwd", "forward"), ("bwd", "backward")):
-        own, peer = _time(ours, direction), best.get(direction)
-        if own and peer:
-            found.append((own <= peer["time_ms"], f"{peer['provider']} in the {word} of {case}"))
+        own, peer = ours.get(direction, {}), best.get(direction)
+        if own.get("time_ms") and peer:
+            close = peer.get("p80_ms", 0.0) >= own.get("p20_ms", float("inf"))
+            ahead = own["time_ms"] <= peer["time_ms"]
+            found.append((ahead, f"{peer['provider']} in the {word} of {case}", close))
     return found
 
 
-def _share(passes: list[tuple[bool, str]]) -> str:
-    return f"{sum(ahead for ahead, _ in passes)} of {len(passes)}"
+def _share(passes: list[Verdict]) -> str:
+    return f"{sum(ahead for ahead, _, _ in passes)} of {len(passes)}"
 
 
-def _verdict(passes: list[tuple[bool, str]]) -> str:
-    lost = [name for ahead, name in passes if not ahead]
+def _lost(passes: list[Verdict]) -> str:
+    """Who is ahead of ours, and where by less than the rounds vary; nothing where none is."""
+    lost = [name + " (rounds of both overlap)" * close for ahead, name, close in passes if not ahead]
+    return "; ".join(lost)
+
+
+def _verdict(passes: list[Verdict]) -> str:
     text = f"Ours, sm_90a, is ahead of every peer in {_share(passes)} passes"
-    text += f"; ahead of it: {'; '.join(lost)}." if lost else "."
+    text += f"; ahead of it: {lost}." if (lost := _lost(passes)) else "."
     return textwrap.fill(text, 110, break_on_hyphens=False)
 
 
@@ -211,12 +223,12 @@ def step_ratios(rows: Rows) -> list[tuple[float, str]]:
     return ratios
 
 
-def overview(rows: Rows) -> tuple[list[tuple[str, ...]], list[tuple[bool, str]]]:
+def overview(rows: Rows) -> tuple[list[tuple[str, ...]], list[Verdict]]:
     """A line a problem: TFLOP/s of ours and the peers', and times as fast as the fastest; who wins."""
     measured = {row["provider"] for row in rows if row.get("time_ms")}
     columns = {head: names for head, names in COLUMNS.items() if measured.intersection(names)}
     lines: list[tuple[str, ...]] = [("forward / backward, TFLOP/s", *columns, "forward", "backward", "step")]
-    passes: list[tuple[bool, str]] = []
+    passes: list[Verdict] = []
     for case, providers in shared_cases(rows).items():
         ours, best = providers.get("ours-sm90a", {}), fastest(providers, PEERS)
         steps = [step for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
@@ -232,8 +244,8 @@ def elsewhere(others: dict[str, Rows]) -> str:
     counts = []
     for name, rows in others.items():
         passes = overview(rows)[1]
-        lost = [peer for ahead, peer in passes if not ahead]
-        counts.append(f"{name} {_share(passes)}" + (f" (behind {'; '.join(lost)})" if lost else ""))
+        lost = _lost(passes)
+        counts.append(f"{name} {_share(passes)}" + (f" (behind {lost})" if lost else ""))
     return f" {'; '.join(counts)}." if counts else ""
 
 

@@ -70,6 +70,9 @@ def test_a_peer_that_wins_is_shown():
     text = kernel_report.summary(rows, markdown_table)
     assert "| N=8, P=1024, R=256, d=128 | 100 / 25 | 67 / 28 | 1.50x | **0.90x** | 1.32x |" in text
     assert "is ahead of every peer in 1 of 2 passes; ahead of it: fa4-two-call in the backward" in text
+    near = [row | {"p20_ms": 0.9 * row["time_ms"], "p80_ms": 1.1 * row["time_ms"]} for row in rows]
+    words = " ".join(kernel_report.summary(near, markdown_table).split())
+    assert "in the backward of N=8, P=1024, R=256, d=128 (rounds of both overlap)." in words
     others = {"With others": rows, "in fp16": kernel_rows(CASE, ours_sm90a=(1.0, 4.0), flex=(2.0, 5.0))}
     words = " ".join(kernel_report.summary(rows, markdown_table, others).split())
     assert (
