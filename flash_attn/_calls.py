@@ -76,7 +76,7 @@ def attend(
     dimensions, (batch, seqlen)."""
     if not call.direct:
         checks.no_forward_mode(q, k, v, k_context, v_context, sinks)
-        _eager.tell_watchers()
+        _ops.tell_watchers()
     elif extras is None:
         batch = _ops.planned(batch, q, k, k_context)
     head_dim_v = v.shape[-1]
@@ -114,7 +114,7 @@ def gradients(
     padded, padded_v = op_head_dims(q, v)
     q, k = unit_stride_rows(q, padded), unit_stride_rows(k, padded)
     v, out, dout = (unit_stride_rows(x, padded_v) for x in (v, out, dout))
-    _eager.tell_watchers()
+    _ops.tell_watchers()
     numbers = (
         max_seqlen_q, max_seqlen_k, scale, checks.flag("causal", causal), *window_size, float(softcap),
         checks.flag("deterministic", deterministic),

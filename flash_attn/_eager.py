@@ -37,14 +37,6 @@ def is_direct(*tensors: Any) -> bool:
     return tensors[0].is_cuda or tensors[0].is_cpu
 
 
-def tell_watchers() -> None:
-    """Whoever counts FLOPs of operators learns those of ours."""
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-        from flash_attn import _flops
-
-        _flops.tell_counters()
-
-
 class _Attention(_Function):  # type: ignore[misc, valid-type]
     """`results`, out and lse, are there before: autograd makes its node while the kernel runs."""
 
@@ -69,7 +61,7 @@ class _Attention(_Function):  # type: ignore[misc, valid-type]
         direct = not torch.is_grad_enabled() and is_direct(q, k, v, dout, dlse)
         backward = _ops.backward if direct else _ops.backward_op
         if not direct:
-            tell_watchers()
+            _ops.tell_watchers()
         grads = backward(dout, dlse, q, k, v, k_context, v_context, out, lse, ctx.batch)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         return (*(g if needed else None for g, needed in wanted), None, None)

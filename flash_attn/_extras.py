@@ -135,6 +135,7 @@ def _fwd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[A
         return (None, None, None, *rest)
     if dout is None:
         dout = torch.zeros_like(out)
+    _ops.tell_watchers()
     grads = torch.ops.flash_attn.bwd_extras(
         dout, dlse, q, k, v, out, lse, segments, *ctx.numbers, alibi_slopes, ctx.dropout_p, rng_state
     )

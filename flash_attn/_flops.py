@@ -3,7 +3,7 @@
     forward   2 H pairs (D + Dv)           q k^T, P v
     backward  2 H pairs (3 D + 2 Dv)       q k^T again, dP, dq, dk, dv
 as torch counts its own attention, but for masks, under which it counts every pair. A counter is told when it
-watches a call: to register formulas beforehand would import Triton. Called by _calls.py and _eager.py.
+watches a call: to register formulas beforehand would import Triton. Called by _ops.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from flash_attn._extras import parse
@@ -48,8 +49,9 @@ def _sum_of_smaller(n: int, begin: int, cap: int) -> int:
 def _table(batch: Batch, k_context: Tensor | None) -> Table:
     """The segments; where only their number is known (fake tensors), each as long as the longest."""
     known = batch.segments if batch.segments_host is None else batch.segments_host
-    if not (known.is_meta or isinstance(known, torch._subclasses.FakeTensor)):
-        return known.tolist()
+    if not (known.is_meta or isinstance(known, FakeTensor)):
+        with unset_fake_temporarily():  # a layout's own tensors stay real beside fake ones
+            return known.tolist()
     rows, keys = batch.max_seqlen_q, batch.max_seqlen_k + (0 if k_context is None else k_context.shape[0])
     return [[i * rows, (i + 1) * rows, 0, 0, 0, keys] for i in range(known.shape[0])]
 

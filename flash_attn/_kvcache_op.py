@@ -201,6 +201,7 @@ def _run(
     q, k = unit_stride_rows(q, padded), unit_stride_rows(cache.k, padded)
     v = unit_stride_rows(cache.v, padded_v)
     scale, causal, window, softcap, max_seqlen_q = options
+    _ops.tell_watchers()
     out, lse = torch.ops.flash_attn.fwd(
         q, k, v, k, v, segments, None, plan, max_seqlen_q, 0, scale, causal, *window, softcap, False
     )
@@ -293,6 +294,7 @@ def with_alibi(
     sequence = torch.arange(batch, device=q.device)
     q_begin, k_begin, zero = sequence * seqlen_q, sequence * cache.capacity, torch.zeros_like(sequence)
     columns = (q_begin, q_begin + seqlen_q, zero, zero, k_begin + first, k_begin + length)
+    _ops.tell_watchers()
     out, lse = torch.ops.flash_attn.fwd_extras(
         unit_stride_rows(q.flatten(0, 1), padded), k, v, torch.stack(columns, 1).int(), seqlen_q,
         cache.capacity, scale, causal, *window_size, softcap, False, slopes, 0.0, None,

@@ -106,6 +106,49 @@ def test_a_counter_may_have_a_formula_of_its_own() -> None:
     assert counter.get_total_flops() == 22
 
 
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.ones(H)}], ids=["fwd", "fwd_extras"])
+@pytest.mark.parametrize("forward", ["uncounted", "in another counter", "compiled"])
+def test_a_counter_of_the_backward_alone(forward: str, options: dict[str, torch.Tensor]) -> None:
+    q, k, v = heads(2, 7)
+    call = partial(flash_attn.flash_attn_func, q, k, v, causal=True, **options)
+    if forward == "in another counter":
+        with FlopCounterMode(display=False) as first:
+            loss = call().sum()
+        assert first.get_total_flops() == 2 * H * 2 * 28 * (D + DV)
+    else:
+        loss = (torch.compile(call, backend="eager") if forward == "compiled" else call)().sum()
+    with FlopCounterMode(display=False) as second:
+        torch.autograd.grad(loss, (q, k, v))
+    assert second.get_total_flops() == 2 * H * 2 * 28 * (3 * D + 2 * DV)
+
+
+def test_a_counter_inside_another_learns_the_formulas() -> None:
+    q, k, v = heads(1, 5)
+    with FlopCounterMode(display=False):
+        loss = flash_attn.flash_attn_func(q, k, v).sum()
+        with FlopCounterMode(display=False) as inner:
+            torch.autograd.grad(loss, (q, k, v))
+    assert inner.get_total_flops() == 2 * H * 25 * (3 * D + 2 * DV)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_decoding_through_the_op_counts_whoever_came_before(rows: int) -> None:
+    q, cache = torch.randn(2, rows, H, D), torch.randn(2, 16, HK, D)
+    with FlopCounterMode(display=False) as counter:
+        flash_attn.flash_attn_with_kvcache(q, cache, cache)
+    assert counter.get_total_flops() == 2 * H * 2 * 16 * rows * 2 * D
+
+
+def test_a_layouts_real_tensors_beside_fake_ones() -> None:
+    layout = SharedPromptLayout.from_lengths([9], [[3, 4]])
+    pairs = 8 * 9 // 2 + (4 * 8 + 4 * 5 // 2) + (5 * 8 + 5 * 6 // 2)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (x.detach() for x in heads(layout.num_rows))
+        with FlopCounterMode(display=False) as counter:
+            flash_attn.flash_attn_shared_prompt_func(q, k, v, layout)
+    assert counter.get_total_flops() == 2 * H * pairs * (D + DV)
+
+
 @pytest.mark.gpu
 def test_gpu_counts_are_those_of_the_cpu() -> None:
     tensors = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in heads(2, 7)]
