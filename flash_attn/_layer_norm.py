@@ -222,8 +222,11 @@ def _reference(
     results = []
     for w, b in ((weight, bias), (weight1, bias1)):
         if w is not None:
-            row = total.to(wide(w).dtype)
-            results.append(_normalised(row, wide(w), wide(b), eps, is_rms_norm, zero_centered, x.dtype))
+            w, b = wide(w), wide(b)
+            w = w + 1.0 if zero_centered else w
+            # Upstream's LayerNorm runs in the weight's dtype, its RMSNorm in the wider of both.
+            row = total.to(torch.promote_types(total.dtype, w.dtype) if is_rms_norm else w.dtype)
+            results.append(_normalised(row, w, b, eps, is_rms_norm, False, x.dtype))
     if prenorm:
         results.append(total)
     return results[0] if len(results) == 1 else tuple(results)

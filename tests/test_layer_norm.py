@@ -106,6 +106,15 @@ def test_the_references_dtypes(reference: Any) -> None:
         assert (out.dtype, total.dtype) == (torch.bfloat16, dtype)
 
 
+def test_the_rms_references_rows_keep_their_dtype() -> None:
+    """Those of a narrower weight, as upstream's do; LayerNorm's reference runs in the weight's dtype."""
+    x, weight = make(4, 16), make(16, dtype=torch.bfloat16)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(rms_norm_ref(x, weight, None), expected * weight)
+    zero_centered = rms_norm_ref(x, weight, None, zero_centered_weight=True)
+    torch.testing.assert_close(zero_centered, expected * (weight + 1))
+
+
 def test_module() -> None:
     torch.manual_seed(0)
     x, residual = make(3, 8), make(3, 8)
