@@ -14,7 +14,7 @@ from flash_attn import _composed_calls as calls
 from flash_attn import _kvcache_op, _ops, flash_attn_with_kvcache
 from flash_attn.integrations._transformers_passing import lost_argument
 from flash_attn.integrations._transformers_sequences import cached
-from flash_attn.shared_prompt import SharedPromptLayout, _context_keys
+from flash_attn.shared_prompt import SharedPromptLayout, _context_keys, group_by_prompt, pack
 from flash_attn.shared_prompt._exchange import RowExchange
 
 
@@ -109,6 +109,20 @@ def test_layouts_are_built_on_the_cpu_whatever_the_default_device() -> None:
     finally:
         torch.set_default_device(None)
     assert {getattr(layout, name).device.type for name in layout._tensor_names} == {"cpu"}
+
+
+def test_packs_are_built_on_the_cpu_whatever_the_default_device() -> None:
+    rows = [[1, 2], [1, 2]], [[3], [4, 5]]
+    prompts, responses = torch.tensor(rows[0]), torch.tensor([[3, 0], [4, 5]])
+    mask = torch.tensor([[1, 0], [1, 1]])
+    expected = pack(*rows).input_ids
+    torch.set_default_device("meta")
+    try:
+        packs = pack(*rows), pack(prompts, responses, response_mask=mask)
+        assert len(group_by_prompt(prompts, prompt_lens=[2, 2]).rows) == 1
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(packed.input_ids, expected) for packed in packs)
 
 
 def test_tables_of_a_mask_go_with_its_values_and_serve_training() -> None:

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def on_host(function: _Function) -> _Function:
+    """`function`, whose new tensors are on the CPU whatever torch.set_default_device says."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
 
 
 def _segment_rows(
@@ -29,6 +46,7 @@ def _pad(x: torch.Tensor, size: int, value: int = 0) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, size - x.numel()), value=value)
 
 
+@on_host
 def build_tables(
     prompt_lens: tuple[int, ...],
     response_lens: tuple[tuple[int, ...], ...],

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn.shared_prompt._tables import on_host
 from flash_attn.shared_prompt.layout import Boundary, check_boundary
 
 
@@ -82,6 +83,7 @@ def read_mask(
     return check_mask(name, flags, exists) & exists
 
 
+@on_host
 def group_by_prompt(
     ids: torch.Tensor | Sequence[Sequence[int] | torch.Tensor],
     *,

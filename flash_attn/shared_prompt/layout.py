@@ -236,8 +236,7 @@ class SharedPromptLayout:
             ):
                 if need > have:
                     raise ValueError(f"{name} must hold the batch: it needs {need}, got {name}={have}")
-        with torch.device("cpu"):  # whatever torch.set_default_device says
-            tables = build_tables(prompt_lens, response_lens, boundary, capacities)
+        tables = build_tables(prompt_lens, response_lens, boundary, capacities)
         longest_q = [
             max(p - fork, fork + max(lens)) for p, lens in zip(prompt_lens, response_lens, strict=True)
         ]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn.shared_prompt._tables import on_host
 from flash_attn.shared_prompt.grouping import PromptGroups, group_rows, integer_ids, pad_rows, read_mask
 from flash_attn.shared_prompt.layout import Boundary, SharedPromptLayout, move, outside_inference_mode
 
@@ -221,6 +222,7 @@ def _ranges(begin: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
 
 
 @outside_inference_mode
+@on_host
 def pack(
     prompts: Rows,
     responses: Rows,
