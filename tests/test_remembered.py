@@ -13,7 +13,7 @@ from flash_attn import _backend as backends
 from flash_attn import _composed_calls as calls
 from flash_attn import _kvcache_op, _ops, flash_attn_with_kvcache
 from flash_attn.integrations._transformers_passing import lost_argument
-from flash_attn.integrations._transformers_sequences import cached
+from flash_attn.integrations._transformers_sequences import cached, sequence_bounds, unpad_rows
 from flash_attn.shared_prompt import SharedPromptLayout, _context_keys, group_by_prompt, pack
 from flash_attn.shared_prompt._exchange import RowExchange
 
@@ -134,6 +134,14 @@ def test_tables_of_a_mask_go_with_its_values_and_serve_training() -> None:
 
     version, found = _results.by_tensor[mask]
     assert version == mask._version and list(found.values()) == [kept[-1]]
+
+
+def test_bounds_of_no_sequences() -> None:
+    """Attention refuses them by name."""
+    assert unpad_rows(torch.ones(0, 6), 6)[2] == 0
+    lengths, q = torch.tensor([0]), torch.randn(1, 0, 2, 8)
+    given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    assert sequence_bounds(q, q, None, given)[2:] == (0, 0)
 
 
 def test_a_forward_that_was_replaced_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 VARLEN_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
+def _longest(lens: torch.Tensor) -> int:
+    return int(lens.max()) if lens.numel() else 0
+
+
 def unpad_rows(mask: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Of the mask's last columns: the rows of real tokens in the flattened batch, cu_seqlens (int32),
     longest length."""
     mask = mask.flatten(1)[:, -num_columns:] != 0
     lens = mask.sum(1)
     cu_seqlens = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
-    return mask.flatten().nonzero().flatten(), cu_seqlens, int(lens.max())
+    return mask.flatten().nonzero().flatten(), cu_seqlens, _longest(lens)
 
 
 def has_holes(mask: torch.Tensor) -> bool:
@@ -46,7 +50,7 @@ def sequence_bounds(
             )
         cu_q, cu_k = given["cu_seq_lens_q"].int(), given["cu_seq_lens_k"].int()
         max_q, max_k = (
-            int(given[name]) if name in given else int(cu.diff().max())
+            int(given[name]) if name in given else _longest(cu.diff())
             for name, cu in (("max_length_q", cu_q), ("max_length_k", cu_k))
         )
         return cu_q, cu_k, max_q, max_k
@@ -75,7 +79,7 @@ _Starts = tuple[torch.Tensor, int]
 
 def _starts_to_bounds(rows: torch.Tensor, num_rows: int) -> _Starts:
     cu_seqlens = torch.nn.functional.pad(rows, (0, 1), value=num_rows).int()
-    return cu_seqlens, int(cu_seqlens.diff().max())
+    return cu_seqlens, _longest(cu_seqlens.diff())
 
 
 def _starts_of_ids(sequence_ids: torch.Tensor) -> _Starts:
