@@ -151,7 +151,7 @@ def measure(case: Case, repetitions: int) -> dict[str, object]:
         f"{case.name:30s} fwd {row['fwd_ms']:8.2f} ms {row['gflops_fwd']:5.1f} GF/s   "
         f"bwd {row['bwd_ms']:8.2f} ms {row['gflops_bwd']:5.1f} GF/s   "
         f"sdpa {row['sdpa_fwd_ms']:8.2f} {row['sdpa_bwd_ms']:8.2f} ms   "
-        f"ratio per useful FLOP {row['ratio']:.2f}",
+        f"SDPA / ours {row['speedup']:.2f}",
         flush=True,
     )
     return row

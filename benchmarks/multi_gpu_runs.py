@@ -164,6 +164,8 @@ def main(arguments: list[str] | None = None) -> int:
         import torch
 
         options.num_gpus = torch.cuda.device_count()
+        if options.num_gpus < 1:
+            sys.exit("multi_gpu_runs.py needs NVIDIA GPUs (or --tiny --num-gpus 8)")
     if options.num_gpus < 1 or set(options.only.split(",")) - set(KINDS):
         parser.error(
             f"--num-gpus must be at least 1 and --only of {KINDS}, got {options.num_gpus}, {options.only}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -266,18 +267,27 @@ def matmul_tflops() -> float:
     return 2 * 8192**3 / interleaved({"matmul": lambda: x @ x}, 10)["matmul"].time_ms / 1e9
 
 
+SHARED_CASE = re.compile(r"(\d+:){2}\d+(:\d+){0,3}|(\d+:){6}(bf16|fp16)(:\d+)?")  # N:P:R..., the last: groups
+PLAIN_CASE = re.compile(r"plain:\d+:\d+:(causal|full):\d+")
+
+
 def cases_of(names: str) -> list[Case | PlainCase]:
-    """The cases that `--cases` names, each once, in its order."""
+    """The cases that `--cases` names, each once, in its order; the program ends at what is none."""
     cases: list[Case | PlainCase] = []
     for name in names.split(","):
         if name == "plain":
             cases += PLAIN
-        elif name.startswith("plain:"):
+        elif PLAIN_CASE.fullmatch(name):
             batch, seqlen, mask, head_dim = name.split(":")[1:]
             cases.append(PlainCase(int(batch), int(seqlen), mask == "causal", head_dim=int(head_dim)))
-        else:
+        elif name in CASES:
+            cases += CASES[name]
+        elif SHARED_CASE.fullmatch(name):
             sizes = (int(part) if part.isdigit() else part for part in name.split(":"))
-            cases += CASES[name] if name in CASES else [Case(*sizes)]  # type: ignore[arg-type]
+            cases.append(Case(*sizes))  # type: ignore[arg-type]
+        else:
+            known = f"or one of {', '.join(CASES)}, plain"
+            sys.exit(f"a case is N:P:R[:H:Hk:d[:dtype]], plain:B:S:causal|full:d, {known}, got {name!r}")
     return list(dict.fromkeys(cases))
 
 

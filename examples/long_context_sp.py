@@ -224,6 +224,8 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """One rank under torchrun."""
     options = parse(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("long_context_sp.py needs NVIDIA GPUs (on a CPU: --device cpu --shape tiny-llama)")
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("start with torchrun --nproc-per-node N examples/long_context_sp.py ...")
     device = torch.device(options.device)

@@ -89,6 +89,14 @@ def test_one_row_is_one_command(command, monkeypatch):
         importlib.import_module(Path(script).stem).main()
 
 
+@pytest.mark.parametrize("name", ["28:16384", "28:4096:2048:bf16", "8:64:64:32:8:64:fp8", "plain:16", "x"])
+def test_what_is_no_case_is_named(name):
+    with pytest.raises(SystemExit, match=rf"^a case is N:P:R\[.* or one of .*, got '{name}'$"):
+        run.cases_of(f"28:4096:2048,{name}")
+    kinds = run.cases_of("28:4096:2048:32:8:64:fp16,plain:2:500:full:64,28:4096:2048")
+    assert [case.head_dim for case in kinds] == [64, 64, 128] and kinds[0].dtype == "fp16"
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "otherwise"),
     [

@@ -117,6 +117,18 @@ def test_runs_for_any_number_of_gpus(num_gpus: int, expected: list[int], tmp_pat
         multi_gpu_runs.main(["--num-gpus", "1", "--only", "other", "--out", str(tmp_path)])
 
 
+def test_without_a_gpu_they_say_what_runs_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    message = r"^multi_gpu_runs\.py needs NVIDIA GPUs \(or --tiny --num-gpus 8\)$"
+    with pytest.raises(SystemExit, match=message):
+        multi_gpu_runs.main(["--out", str(tmp_path)])
+    script = str(ROOT / "examples" / "long_context_sp.py")
+    hidden = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run([sys.executable, script], env=hidden, capture_output=True, text=True)
+    otherwise = "(on a CPU: --device cpu --shape tiny-llama)"
+    assert (found.returncode, found.stderr) == (1, f"long_context_sp.py needs NVIDIA GPUs {otherwise}\n")
+
+
 def test_more_gpus_are_held_against_the_model_of_fewer() -> None:
     from report import markdown_table
 
