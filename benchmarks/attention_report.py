@@ -90,10 +90,11 @@ def break_even(rows: Rows, markdown_table: Table) -> str:
         values = [found.get((count, ratio)) for ratio in ratios]
         lines.append((str(count), *("-" if v is None else f"{v:.2f}" for v in values)))
     sizes = f"R={case['R']}, H={case['H']}, Hk={case['Hk']}, d={case['d']}, {case['dtype']}"
+    graphs = "Calls are replayed as CUDA graphs; c" if all(row.get("graph") for row in rows) else "C"
     return f"""\
 Forward and backward of attention, replicated time / shared time on the same kernels ({rows[0]["provider"]});
 {machine_of(rows[0])}; {sizes}.
-Below 1 sharing does not pay.
+{graphs}opying the prompt is not timed. Below 1 sharing does not pay.
 
 {markdown_table(lines)}"""
 

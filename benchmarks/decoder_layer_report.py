@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from attention_report import machine_of
+from kernel_report import overlap
 from plotting import COLORS, pyplot
 from plotting import thousands as short
 
@@ -79,29 +80,33 @@ def versus_peer(cell: dict[str, dict[str, Any]]) -> str:
 
 
 def lost_text(cells: Cells) -> str:
-    """In how many cells another way is faster, and in how many of these by less than the rounds vary."""
+    """In how many cells which is faster, and in how many of these by less than the rounds vary."""
     pairs = [(cell.get(OURS), fastest_peer(cell)) for cell in cells.values()]
     timed = [(own, peer) for own, peer in pairs if own and own.get("time_ms") and peer]
     lost = [(own, peer) for own, peer in timed if peer["time_ms"] < own["time_ms"]]
-    close = [peer for own, peer in lost if peer.get("p80_ms", 0.0) >= own.get("p20_ms", float("inf"))]
+    close = [peer for own, peer in lost if overlap(own, peer)]
+    within = sum(overlap(own, peer) for own, peer in timed) - len(close)
+    won = f" (in {within} of them the rounds of both overlap)" if within else ""
     if not lost:
-        return f"Ours is ahead in all of {len(timed)} cells with both."
-    ahead = f"Ours is ahead in {len(timed) - len(lost)} of {len(timed)} cells with both"
-    overlap = "the rounds of both overlap (20th to 80th percentile)"
+        return f"Ours is ahead in all of {len(timed)} cells with both{won}."
+    ahead = f"Ours is ahead in {len(timed) - len(lost)} of {len(timed)} cells with both{won}"
+    overlapping = "the rounds of both overlap (20th to 80th percentile)"
     which = f"{len(close)} of the other {len(lost)}"
     if len(close) == len(lost):
         which = "the other" if len(lost) == 1 else f"all {len(lost)} others"
-    return textwrap.fill(f"{ahead}; in {which} {overlap}.", 110)
+    return textwrap.fill(f"{ahead}; in {which} {overlapping}.", 110)
 
 
-def sharing_ratios(rows: Rows) -> dict[tuple[int, int], tuple[float, str]]:
-    """Of cells with several responses: the fastest other way that stores a prompt once, over ours; who."""
+def sharing_ratios(rows: Rows) -> dict[tuple[int, int], tuple[float, str, bool]]:
+    """Of cells with several responses: the fastest other way that stores a prompt once, over ours; who;
+    whether their rounds overlap.
+    """
     ratios = {}
     for (prompt, count), cell in cells_of(rows).items():
-        own = cell.get(OURS, {}).get("time_ms")
+        own = cell.get(OURS, {})
         peer = fastest_peer({name: row for name, row in cell.items() if name not in REPEATING})
-        if count > 1 and own and peer:
-            ratios[prompt, count] = (peer["time_ms"] / own, peer["provider"])
+        if count > 1 and own.get("time_ms") and peer:
+            ratios[prompt, count] = (peer["time_ms"] / own["time_ms"], peer["provider"], overlap(own, peer))
     return ratios
 
 
@@ -252,10 +257,10 @@ def draw_map(axis: Any, cells: Cells, base: str) -> None:
         for x, count in enumerate(counts):
             number, cell = values[y][x], cells.get((prompt, count), {})
             full = [name for name in (OURS, base) if cell.get(name, {}).get("out_of_memory")]
-            lost = "OOM" if OURS in full else "its OOM" if full else ""
-            word = f"{number:.2f}" if number == number else lost
+            who = full[0].removeprefix("fa2-") if full else ""
+            word = f"{number:.2f}" if number == number else f"{who}:\nout of\nmemory" if who else ""
             color = "white" if number > span**0.7 else "black"
-            axis.text(x, y, word, ha="center", va="center", fontsize=8, color=color)
+            axis.text(x, y, word, ha="center", va="center", fontsize=6 if full else 8, color=color)
     axis.set_xticks(range(len(counts)), list(map(str, counts)))
     axis.set_yticks(range(len(prompts)), list(map(short, prompts)))
     axis.set(xlabel="responses", ylabel="prompt tokens", title=f"ours: times as fast as {base}")

@@ -56,11 +56,12 @@ def where(rows: Rows) -> str:
 
 
 def apart(providers: dict[str, dict[str, dict[str, Any]]]) -> dict[str, list[str]]:
-    """commit -> providers of a case, ours first."""
+    """commit -> providers of a case that were timed, ours first."""
     found: dict[str, list[str]] = {}
     for name in sorted(providers, key=lambda n: not n.startswith("ours")):
-        commits = dict.fromkeys(commit_of(row) for row in providers[name].values())
-        found.setdefault(" and ".join(commits), []).append(name)
+        commits = dict.fromkeys(commit_of(row) for row in providers[name].values() if row.get("time_ms"))
+        if commits:
+            found.setdefault(" and ".join(commits), []).append(name)
     return found
 
 
@@ -105,6 +106,8 @@ def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> 
     dtype = "bf16" if all(row["case"]["dtype"] == "bf16" for row in rows) else "bf16 or, where named, fp16"
     added = ", ".join(sorted({row["provider"] for row in rows if row.get("added")}))
     how = "interleaved in one process" + (f" ({added}: in one after it)" if added else "")
+    several = len({commit_of(row) for row in rows}) > 1
+    how += ", but for those named under a case" if several else ""
     alone = sorted({row["provider"] for row in rows if row.get("apart")})
     how += f"; {', '.join(alone)}, where they hold more than 8 GiB, by themselves" if alone else ""
     matmul = sorted({row["matmul_tflops"] for row in rows if "matmul_tflops" in row})
@@ -114,9 +117,13 @@ def text(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> 
 medians.{once} TFLOP/s count every visible (query, key) pair once and prompts once: forward
 4 H d (P²/2 + N (P R + R²/2)), backward 2.5 times that. Memory is the backward's: most that was allocated,
 inputs included, and what was neither there before nor returned. A dense bf16 matrix product of 8192³ ran at
-{ceiling} TFLOP/s in the same run."""
+{ceiling} TFLOP/s in the same run.{_same_forward(rows)}"""
     lines, passes = overview(rows)
-    shared = f"{_verdict(passes)}\n\n{markdown_table(lines)}\n\n" if len(lines) > 1 and passes else ""
+    shared = ""
+    if len(lines) > 1 and passes:
+        below = f"\n\n{lost}" if (lost := _behind(passes)) else ""
+        fa4 = f" {_fa4_text(rows)}" if "best FA4" in lines[0] else ""
+        shared = f"{_filled(_verdict(passes) + fa4)}\n\n{markdown_table(lines)}{below}\n\n"
     return f"""\
 {textwrap.fill(about, 110, break_on_hyphens=False)}
 
@@ -135,6 +142,20 @@ COLUMNS = {  # of the overview
     "cuDNN two-call": ("cudnn-two-call",), "best FA3": FA3, "best FA4": FA4,
 }  # fmt: skip
 PEERS = ("fa2-two-call", "cudnn-two-call", "flex", "gather-varlen", "prefix-grouper", *FA3, *FA4)
+
+
+def _filled(words: str) -> str:
+    return textwrap.fill(" ".join(words.split()), 110, break_on_hyphens=False)
+
+
+def _same_forward(rows: Rows) -> str:
+    names = {row["provider"] for row in rows if row.get("time_ms")}
+    if not names.issuperset({"ours-deterministic", "ours-sm90a"}):
+        return ""
+    return (
+        " `ours-deterministic` has the forward of `ours-sm90a`: "
+        "where both are of one run, these two times show how far equal calls are apart."
+    )
 
 
 def _tflops(passes: dict[str, dict[str, Any]] | None) -> str:
@@ -173,37 +194,69 @@ def _time(passes: dict[str, dict[str, Any]], direction: str) -> float | None:
 Passes = dict[str, dict[str, Any]]
 
 
-Verdict = tuple[bool, str, bool]
+Verdict = tuple[bool, str, str, str, bool]
+
+
+def overlap(own: dict[str, Any], peer: dict[str, Any]) -> bool:
+    """Whether the rounds of two rows overlap, 20th to 80th percentile; equal times do."""
+    (low, high), (first, last) = (
+        (row.get("p20_ms", row["time_ms"]), row.get("p80_ms", row["time_ms"])) for row in (own, peer)
+    )
+    return bool(low <= last and first <= high)
 
 
 def _passes(case: str, ours: Passes, best: Passes) -> list[Verdict]:
-    """Forward and backward of a case: whether ours is ahead, whom it is compared with, whether both ways'
-    rounds overlap (20th to 80th percentile).
-    """
+    """Forward and backward of a case: whether ours is ahead, of whom, pass, case, whether rounds overlap."""
     found = []
     for direction, word in (("fwd", "forward"), ("bwd", "backward")):
         own, peer = ours.get(direction, {}), best.get(direction)
         if own.get("time_ms") and peer:
-            close = peer.get("p80_ms", 0.0) >= own.get("p20_ms", float("inf"))
             ahead = own["time_ms"] <= peer["time_ms"]
-            found.append((ahead, f"{peer['provider']} in the {word} of {case}", close))
+            found.append((ahead, peer["provider"], word, case, overlap(own, peer)))
     return found
 
 
-def _share(passes: list[Verdict]) -> str:
-    return f"{sum(ahead for ahead, _, _ in passes)} of {len(passes)}"
+def _share(passes: list[Verdict], what: str = "") -> str:
+    """In how many passes ours is ahead, and in how many of these by less than the rounds vary."""
+    won = [verdict[4] for verdict in passes if verdict[0]]
+    within = f" (in {sum(won)} of them the rounds of both overlap)" if any(won) else ""
+    return f"{len(won)} of {len(passes)}{what}{within}"
 
 
-def _lost(passes: list[Verdict]) -> str:
-    """Who is ahead of ours, and where by less than the rounds vary; nothing where none is."""
-    lost = [name + " (rounds of both overlap)" * close for ahead, name, close in passes if not ahead]
-    return "; ".join(lost)
+def _behind(passes: list[Verdict], where: str = "") -> str:
+    """Who is ahead of ours, by peer and pass; nothing where none is."""
+    lost: dict[str, list[str]] = {}
+    for ahead, name, word, case, close in passes:
+        if not ahead:
+            lost.setdefault(f"{name}, {word}", []).append(f"{case}{' (~)' * close}")
+    if not lost:
+        return ""
+    near = " (~: the rounds of both overlap)" if any(v[4] for v in passes if not v[0]) else ""
+    names = ". ".join(f"{name}: {'; '.join(cases)}" for name, cases in lost.items())
+    return _filled(f"Faster than ours{where}{near}: {names}.")
 
 
 def _verdict(passes: list[Verdict]) -> str:
-    text = f"Ours, sm_90a, is ahead of every peer in {_share(passes)} passes"
-    text += f"; ahead of it: {lost}." if (lost := _lost(passes)) else "."
-    return textwrap.fill(text, 110, break_on_hyphens=False)
+    return f"Ours, sm_90a, is ahead of every peer measured in {_share(passes, ' passes')}."
+
+
+def fa4_ways(providers: dict[str, dict[str, dict[str, Any]]]) -> int:
+    """How many of FlashAttention-4's ways were timed, in the pass where fewest were."""
+    return min(sum(bool(_time(providers.get(n, {}), direction)) for n in FA4) for direction in PASSES)
+
+
+def _fewer_fa4(rows: Rows) -> str:
+    """In how many cases not all of FlashAttention-4's ways ran."""
+    ways = [fa4_ways(providers) for providers in shared_cases(rows).values()]
+    words = ("none", "one", "two")
+    counts = [f"{words[n]} ran in {ways.count(n)}" for n in range(len(FA4)) if n in ways]
+    return f"{', '.join(counts)} of {len(ways)} rows" if counts else ""
+
+
+def _fa4_text(rows: Rows) -> str:
+    fewer = _fewer_fa4(rows)
+    text = """"best FA4": the fastest of those of FlashAttention-4's three ways that were run, pass by pass"""
+    return f"{text} (†: not all three in both passes; {fewer})." if fewer else f"{text}."
 
 
 def shared_cases(rows: Rows) -> dict[str, dict[str, Passes]]:
@@ -212,14 +265,21 @@ def shared_cases(rows: Rows) -> dict[str, dict[str, Passes]]:
     return {case: providers for case, providers in found.items() if f"{case}, graph" not in found}
 
 
-def step_ratios(rows: Rows) -> list[tuple[float, str]]:
-    """Of each case: forward and backward of the fastest peer, over ours; which peer."""
+def step_ratios(rows: Rows) -> list[tuple[float, str, bool]]:
+    """Of each case: both passes of the fastest peer, over ours; which peer; whether the rounds overlap."""
+
+    def both(passes: Passes) -> dict[str, Any]:
+        keys = ("time_ms", "p20_ms", "p80_ms")
+        return {key: sum(passes[d].get(key, passes[d]["time_ms"]) for d in PASSES) for key in keys}
+
     ratios = []
     for providers in shared_cases(rows).values():
-        own = _step(providers.get("ours-sm90a", {}))
+        own = providers.get("ours-sm90a", {})
         steps = [(step, name) for name in PEERS if (step := _step(providers.get(name, {}))) is not None]
-        if own and steps:
-            ratios.append((min(steps)[0] / own, min(steps)[1]))
+        if _step(own) and steps:
+            step, name = min(steps)
+            mine = both(own)
+            ratios.append((step / mine["time_ms"], name, overlap(mine, both(providers[name]))))
     return ratios
 
 
@@ -235,18 +295,21 @@ def overview(rows: Rows) -> tuple[list[tuple[str, ...]], list[Verdict]]:
         ratios = [_ratio(_time(best, direction), _time(ours, direction)) for direction in PASSES]
         passes += _passes(case, ours, best)
         ratios.append(_ratio(min(steps, default=None), _step(ours)))
-        lines.append((case, *(_tflops(fastest(providers, names)) for names in columns.values()), *ratios))
+        rates = {head: _tflops(fastest(providers, names)) for head, names in columns.items()}
+        if "best FA4" in rates and 0 < fa4_ways(providers) < len(FA4):
+            rates["best FA4"] += "†"
+        lines.append((case, *rates.values(), *ratios))
     return lines, passes
 
 
 def elsewhere(others: dict[str, Rows]) -> str:
-    """In how many passes of the other files' cases ours is ahead, and in which it is not."""
+    """In how many passes of the other files' cases ours is ahead."""
     counts = []
     for name, rows in others.items():
-        passes = overview(rows)[1]
-        lost = _lost(passes)
-        counts.append(f"{name} {_share(passes)}" + (f" (behind {lost})" if lost else ""))
-    return f" {'; '.join(counts)}." if counts else ""
+        fewer = _fewer_fa4(rows) if any(row["provider"] in FA4 for row in rows) else ""
+        fewer = f"; of FlashAttention-4's three ways {fewer}" if fewer else ""
+        counts.append(f"{name} {_share(overview(rows)[1])}{fewer}")
+    return f" {'. '.join(counts)}." if counts else ""
 
 
 def summary(
@@ -268,7 +331,7 @@ def summary(
         else ""
     )
     head = f"{where(rows)}; {sizes}. The ways of a case took turns in one process{runs}."
-    fa4 = """"best FA4": the fastest of FlashAttention-4's three ways, pass by pass."""
+    fa4 = _fa4_text(rows)
     fa3 = """"best FA3": of FlashAttention-3's two; its wheel on PyPI, fa3-fwd, has the forward only."""
     about = f""""ours, sm_90a": this package's kernels for Hopper; "ours, sm_80": those for every GPU
         from sm_80 on; both, like all others, on this GPU. "graph": calls replayed as a CUDA graph,
@@ -278,12 +341,11 @@ def summary(
         "forward", "backward": time of the fastest of all peers in that pass over ours; "step":
         of the peer whose forward and backward together are fastest. Bold: a peer wins.
         `benchmarks/README.md` has every row."""
+    lost = [_behind(passes)]
+    lost += [_behind(overview(found)[1], f", {name.lower()}") for name, found in (others or {}).items()]
     verdict = f"{_verdict(passes)}{elsewhere(others or {})}"
-
-    def filled(words: str) -> str:
-        return textwrap.fill(" ".join(words.split()), 110, break_on_hyphens=False)
-
-    return f"{filled(head)}\n\n{filled(about)}\n\n{filled(verdict)}\n\n{markdown_table(lines)}"
+    parts = [_filled(verdict), markdown_table(lines), *filter(None, lost), _filled(about), _filled(head)]
+    return "\n\n".join(parts)
 
 
 def plain(rows: Rows, markdown_table: Callable[[list[tuple[str, ...]]], str]) -> str:

@@ -109,7 +109,7 @@ def gains(demo: dict[str, Any]) -> str:
 def kernels(rows: list[dict[str, Any]]) -> str:
     """The first kernel table, and how the other files' cases of the same GPU ended."""
     others = {}
-    for kind, words in (("full", "With fp16 and longer prompts"), ("head_dims", "with other head dims")):
+    for kind, words in (("full", "With fp16 and longer prompts"), ("head_dims", "With other head dims")):
         for path in sorted(RESULTS.glob(f"*/kernels_{kind}.json")):
             found = json.loads(path.read_text())
             if found[0]["gpu"] == rows[0]["gpu"]:

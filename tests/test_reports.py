@@ -68,17 +68,38 @@ def test_a_peer_that_wins_is_shown():
         CASE, ours_sm90a=(1.0, 4.0), fa4_two_call=(3.0, 3.6), fa4_gather=(1.5, 8.0), flex=(9.0, 9.0)
     )
     text = kernel_report.summary(rows, markdown_table)
-    assert "| N=8, P=1024, R=256, d=128 | 100 / 25 | 67 / 28 | 1.50x | **0.90x** | 1.32x |" in text
-    assert "is ahead of every peer in 1 of 2 passes; ahead of it: fa4-two-call in the backward" in text
+    assert "| N=8, P=1024, R=256, d=128 | 100 / 25 | 67 / 28† | 1.50x | **0.90x** | 1.32x |" in text
+    words = " ".join(text.split())
+    assert words.startswith("Ours, sm_90a, is ahead of every peer measured in 1 of 2 passes. | forward")
+    assert "Faster than ours: fa4-two-call, backward: N=8, P=1024, R=256, d=128. " in words
     near = [row | {"p20_ms": 0.9 * row["time_ms"], "p80_ms": 1.1 * row["time_ms"]} for row in rows]
     words = " ".join(kernel_report.summary(near, markdown_table).split())
-    assert "in the backward of N=8, P=1024, R=256, d=128 (rounds of both overlap)." in words
-    others = {"With others": rows, "in fp16": kernel_rows(CASE, ours_sm90a=(1.0, 4.0), flex=(2.0, 5.0))}
+    assert "overlap): fa4-two-call, backward: N=8, P=1024, R=256, d=128 (~). " in words
+    others = {"With others": rows, "In fp16": kernel_rows(CASE, ours_sm90a=(1.0, 4.0), flex=(2.0, 5.0))}
     words = " ".join(kernel_report.summary(rows, markdown_table, others).split())
     assert (
-        "others 1 of 2 (behind fa4-two-call in the backward of N=8, P=1024, R=256, d=128); in fp16 2 of 2."
+        "With others 1 of 2; of FlashAttention-4's three ways two ran in 1 of 1 rows. In fp16 2 of 2."
         in words
     )
+    assert "Faster than ours, with others: fa4-two-call, backward: N=8" in words
+
+
+def test_a_win_within_the_rounds_and_a_tie_say_so():
+    rows = kernel_rows(CASE, ours_sm90a=(1.0, 4.0), flex=(1.0, 5.0))
+    won = "in 2 of 2 passes (in {} of them the rounds of both overlap)."
+    assert won.format(1) in kernel_report.text(rows, markdown_table)
+    near = [row | {"p20_ms": 0.8 * row["time_ms"], "p80_ms": 1.2 * row["time_ms"]} for row in rows]
+    assert won.format(2) in kernel_report.text(near, markdown_table)
+    assert [close for *_, close in kernel_report.step_ratios(rows)] == [False]
+    assert [close for *_, close in kernel_report.step_ratios(near)] == [True]
+
+
+def test_rows_where_not_every_way_of_a_peer_ran_are_marked():
+    ways = dict(ours_sm90a=(1.0, 4.0), fa4_two_call=(3.0, 5.0), fa4_gather=(2.0, 8.0))
+    rows = kernel_rows(CASE, **ways, fa4_block_sparse=(4.0, 6.0)) + kernel_rows(CASE | {"P": 512}, **ways)
+    for text in (kernel_report.summary(rows, markdown_table), kernel_report.text(rows, markdown_table)):
+        assert "| 100 / 25 | 50 / 20 | 2.00x |" in text and "| 100 / 25 | 50 / 20† | 2.00x |" in text
+        assert "(†: not all three in both passes; two ran in 1 of 2 rows)" in " ".join(text.split())
 
 
 def test_a_way_without_a_backward_counts_in_the_forward():
@@ -156,7 +177,10 @@ def test_layer_says_who_wins_and_where_memory_ends(tmp_path):
     ]
     assert "in all 2 others the rounds" in decoder_layer_report.text(near, markdown_table)
     one = [row for row in near if (row["case"]["P"], row["case"]["mb"]) != (1024, near[0]["case"]["mb"])]
-    assert "4 of 5 cells with both; in the other the rounds" in decoder_layer_report.text(one, markdown_table)
+    assert (
+        "4 of 5 cells with both (in 4 of them the rounds of both overlap); in the other the rounds"
+        in " ".join(decoder_layer_report.text(one, markdown_table).split())
+    )
     assert "| 4K | 2.00x (1.00) | OOM (1.67) |" in text
     assert "| fa2-replicated | ≥ 2 | ≥ 2 | 1 |" in text and "| ours | ≥ 2 | ≥ 2 | ≥ 2 |" in text
     assert "1.0 GiB + 64 KiB a row (within 0%)" in text
@@ -226,7 +250,7 @@ def test_gains_are_of_fixed_cells_and_leave_out_what_was_not_measured(tmp_path):
     }  # fmt: skip
     text = gains_report.text(demo, tmp_path, markdown_table)
     assert (
-        " on a CPU: 2 prompts of 90 to 100 tokens, 8 responses of 4 to 9 to each | 6.0 s | 1.5 s | 4x |"
+        " on a CPU: 2 prompts of 90 to 100 tokens, 8 responses of 4 to 9 to each | 6.0 s | 1.5 s | 4.0x |"
         in text
     )
     assert "Against" not in text
@@ -237,7 +261,18 @@ def test_gains_are_of_fixed_cells_and_leave_out_what_was_not_measured(tmp_path):
     (tmp_path / "nvidia_h200").mkdir()
     (tmp_path / "nvidia_h200" / "kernels.json").write_text(json.dumps(rows))
     text = gains_report.text(demo, tmp_path, markdown_table)
-    assert "a prompt of 16,384, 28 responses of 2,048 | 800 ms | 100 ms | 8x |" in text
+    assert "a prompt of 16,384, 28 responses of 2,048 | 800 ms | 100 ms | 8.0x |" in text
+    slow = kernel_rows(CASE, ours_sm90a=(10.0, 10.0), flex=(9.0, 10.0))
+    (tmp_path / "nvidia_h200" / "kernels_full.json").write_text(json.dumps(slow))
+    cell = {"model": "qwen3-1.7b", "groups": 8, "P": 4096, "N": 8, "R": 512}
+    updates = [
+        {"case": cell, "provider": name, "time_ms": ms, "timed_rows": count, "repeats": 1}
+        for name, ms, count in (("trl-replicated-sdpa", 800.0, 4), ("trl-shared", 200.0, 64))
+    ]
+    (tmp_path / "nvidia_h200" / "trl_updates.json").write_text(json.dumps(updates))
+    text = gains_report.text(demo, tmp_path, markdown_table)
+    assert "(4 replicated of 64 rows timed, scaled to all; one round) | 800 ms | 200 ms | 4.0x |" in text
+    assert "0.95 to 0.95 times as fast, behind in 1 of 1, by 5.0 %" in " ".join(text.split())
     (tmp_path / "nvidia_h200" / "decoder_layer.json").write_text(json.dumps(layer_rows()))
     words = " ".join(gains_report.text(demo, tmp_path, markdown_table).split())
     assert (
