@@ -131,9 +131,7 @@ def _checked(
         before, first, length = call.lengths()
         _kvcache_checks.lengths(before, length, capacity, first)
         _kvcache_checks.places(cache_batch_idx, block_table, k_cache.shape[0], k_cache.shape[1], length)
-        _kvcache_checks.rows_of_their_own(
-            cache_batch_idx, block_table, k_cache.shape[1], before, call.added
-        )
+        _kvcache_checks.rows_of_their_own(cache_batch_idx, block_table, k_cache.shape[1], before, call.added)
     elif not isinstance(call.seqlens, Tensor):
         _kvcache_checks.length(call.seqlens, call.added, capacity)
     return _on_kernels(call) if on_kernels else _through_the_op(call)
