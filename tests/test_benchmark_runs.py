@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import break_even
 import decoder_layer
 import records
 import run
@@ -197,6 +198,30 @@ def test_what_a_resumed_run_keeps(tmp_path):
     holds = [decoder_layer.still_holds(row, facts | {"library": "y"}) for row in layer]
     assert holds == [False, False, False, True, True]
     assert not any(decoder_layer.still_holds(row, facts | {"gpu": "b"}) for row in layer)
+
+
+def test_a_map_that_is_cut_short_keeps_its_cells(tmp_path, monkeypatch):
+    facts = {"gpu": "a", "driver": "1", "torch": "2", "library": "x", "commit": "c"}
+    measured = []
+
+    def cell(case: Case, provider: str, repeats: int) -> dict:
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(case)
+        return {"case": case.row(), "provider": provider, "speedup": 2.0}
+
+    for name, value in {"cell": cell, "require_gpu": lambda: None, "environment": lambda: facts}.items():
+        monkeypatch.setattr(break_even, name, value)
+    monkeypatch.setattr(break_even, "clean", lambda: None)
+    out = tmp_path / "map.json"
+    monkeypatch.setattr(
+        sys, "argv", ["break_even.py", "--out", str(out), "--responses", "2", "4", "--resume"]
+    )
+    for count in (3, 6):
+        measured.clear()
+        with pytest.raises(KeyboardInterrupt):
+            break_even.main()
+        assert len(records.read_rows(out)) == count
 
 
 def test_new_measurements_take_the_places_of_old_ones():

@@ -120,6 +120,15 @@ def test_a_library_without_a_backward_has_the_forward_only(monkeypatch):
     assert "out is wrong" in str(run.what_is_wrong("fa3-two-call", case))
 
 
+def test_a_backward_with_a_gradient_less_is_wrong(monkeypatch):
+    monkeypatch.setattr(run, "Problem", lambda case: Problem(case, device="cpu"))
+    out, *grads = run.reference(run.Problem(Case(3, 300, 200, 4, 2, 32)))
+    for kept, wrong in ((3, False), (2, True)):
+        pair = (lambda: out, lambda kept=kept: grads[:kept])
+        monkeypatch.setitem(PROVIDERS, "fa2-two-call", lambda problem, pair=pair: pair)
+        assert bool(run.what_is_wrong("fa2-two-call", Case(3, 40, 30, 4, 2, 32))) == wrong
+
+
 def test_executed_work_is_that_of_the_layout():
     packed, replicated, padded = (
         Batch.of(name, 100, [10, 30], "cpu") for name in ("ours", "fa2-replicated", "cudnn-padded")

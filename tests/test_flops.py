@@ -131,11 +131,14 @@ def test_a_counter_inside_another_learns_the_formulas() -> None:
     assert inner.get_total_flops() == 2 * H * 25 * (3 * D + 2 * DV)
 
 
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.ones(H)}], ids=["fwd", "fwd_extras"])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_decoding_through_the_op_counts_whoever_came_before(rows: int) -> None:
+def test_decoding_through_the_op_counts_whoever_came_before(
+    rows: int, options: dict[str, torch.Tensor]
+) -> None:
     q, cache = torch.randn(2, rows, H, D), torch.randn(2, 16, HK, D)
     with FlopCounterMode(display=False) as counter:
-        flash_attn.flash_attn_with_kvcache(q, cache, cache)
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, **options)
     assert counter.get_total_flops() == 2 * H * 2 * 16 * rows * 2 * D
 
 
