@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from built_from import library_of
 
@@ -194,7 +194,12 @@ def _time(passes: dict[str, dict[str, Any]], direction: str) -> float | None:
 Passes = dict[str, dict[str, Any]]
 
 
-Verdict = tuple[bool, str, str, str, bool]
+class Verdict(NamedTuple):
+    ahead: bool  # ours
+    peer: str
+    direction: str
+    case: str
+    close: bool  # the rounds of both overlap
 
 
 def overlap(own: dict[str, Any], peer: dict[str, Any]) -> bool:
@@ -206,19 +211,19 @@ def overlap(own: dict[str, Any], peer: dict[str, Any]) -> bool:
 
 
 def _passes(case: str, ours: Passes, best: Passes) -> list[Verdict]:
-    """Forward and backward of a case: whether ours is ahead, of whom, pass, case, whether rounds overlap."""
+    """Forward and backward of a case against the fastest peer."""
     found = []
     for direction, word in (("fwd", "forward"), ("bwd", "backward")):
         own, peer = ours.get(direction, {}), best.get(direction)
         if own.get("time_ms") and peer:
             ahead = own["time_ms"] <= peer["time_ms"]
-            found.append((ahead, peer["provider"], word, case, overlap(own, peer)))
+            found.append(Verdict(ahead, peer["provider"], word, case, overlap(own, peer)))
     return found
 
 
 def _share(passes: list[Verdict], what: str = "") -> str:
     """In how many passes ours is ahead, and in how many of these by less than the rounds vary."""
-    won = [verdict[4] for verdict in passes if verdict[0]]
+    won = [verdict.close for verdict in passes if verdict.ahead]
     within = f" (in {sum(won)} of them the rounds of both overlap)" if any(won) else ""
     return f"{len(won)} of {len(passes)}{what}{within}"
 
@@ -231,7 +236,7 @@ def _behind(passes: list[Verdict], where: str = "") -> str:
             lost.setdefault(f"{name}, {word}", []).append(f"{case}{' (~)' * close}")
     if not lost:
         return ""
-    near = " (~: the rounds of both overlap)" if any(v[4] for v in passes if not v[0]) else ""
+    near = " (~: the rounds of both overlap)" if any(v.close for v in passes if not v.ahead) else ""
     names = ". ".join(f"{name}: {'; '.join(cases)}" for name, cases in lost.items())
     return _filled(f"Faster than ours{where}{near}: {names}.")
 
